@@ -1,0 +1,200 @@
+"""The two configurations: ModelConfig (what the checkpoint is) and EngineConfig (what the user wants).
+
+Both are frozen and validated once. What is found out at run time (the number of blocks, the length
+that fits) is a return value of whoever finds it, never written back here.
+"""
+
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Any, Literal
+
+DTypeName = Literal["auto", "float32", "bfloat16", "float16"]
+DeviceName = Literal["auto", "cpu", "cuda"]
+
+
+class HFConfig:
+    """A config.json read strictly: every read states its type and, if there is one, its default."""
+
+    _REQUIRED: Any = object()
+
+    def __init__(self, values: dict[str, Any], source: str = "config.json") -> None:
+        self._values = values
+        self._source = source
+
+    def __contains__(self, key: str) -> bool:
+        return self._values.get(key) is not None
+
+    def get(self, key: str, kind: type, default: Any = _REQUIRED) -> Any:
+        """Return `key` as `kind` (an int serves as float); null is absent. ValueError names the key."""
+        value = self._values.get(key)
+        if value is None:
+            if default is self._REQUIRED:
+                raise ValueError(f"{self._source} has no {key!r}, which this model family needs")
+            return default
+        if kind is float and isinstance(value, int) and not isinstance(value, bool):
+            value = float(value)
+        if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
+            raise ValueError(f"{self._source}: {key!r} is {value!r}, expected {kind.__name__}")
+        return value
+
+    def section(self, key: str) -> "HFConfig":
+        """Return the object at `key` (empty if absent)."""
+        return HFConfig(self.get(key, dict, {}), f"{self._source}: {key}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RopeConfig:
+    """Rotary embedding: its base and how it is stretched; names as in config.json's rope_scaling."""
+
+    theta: float = 10000.0
+    rope_type: Literal["default", "linear", "dynamic", "llama3", "yarn"] = "default"
+    factor: float = 1.0
+    original_max_position_embeddings: int = 0  # 0 = the model's max_position_embeddings
+    low_freq_factor: float = 1.0  # llama3
+    high_freq_factor: float = 4.0  # llama3
+    beta_fast: float = 32.0  # yarn
+    beta_slow: float = 1.0  # yarn
+    attention_factor: float | None = None  # yarn; None = derived
+    mscale: float = 0.0  # yarn
+    mscale_all_dim: float = 0.0  # yarn
+    truncate: bool = True  # yarn: round the correction range to whole dimensions
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelConfig:
+    """Shape of a decoder-only transformer, in config.json's names where it has them."""
+
+    model_type: str
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    max_position_embeddings: int
+    rms_norm_eps: float = 1e-6
+    hidden_act: str = "silu"
+    rope: RopeConfig = field(default_factory=RopeConfig)
+    tie_word_embeddings: bool = False
+    qkv_bias: bool = False
+    o_bias: bool = False
+    mlp_bias: bool = False
+    qk_norm: bool = False
+    sliding_windows: tuple[int, ...] = ()  # tokens, one a layer, 0 = full attention; () = all full
+    dtype: str = "float32"  # of the checkpoint
+    bos_token_id: int | None = None
+    eos_token_ids: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        """Check that the numbers fit each other."""
+        for name in ("vocab_size", "hidden_size", "num_layers", "num_heads", "num_kv_heads", "head_dim"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"config.json: {name} is {getattr(self, name)}, must be at least 1")
+        if self.num_heads % self.num_kv_heads:
+            raise ValueError(
+                f"config.json: num_attention_heads {self.num_heads} is no multiple of "
+                f"num_key_value_heads {self.num_kv_heads}"
+            )
+        if self.head_dim % 2:
+            raise ValueError(f"config.json: head_dim {self.head_dim} is odd; rotary embedding needs it even")
+        if self.sliding_windows and len(self.sliding_windows) != self.num_layers:
+            raise ValueError(
+                f"config.json: {len(self.sliding_windows)} layer types for {self.num_layers} layers"
+            )
+
+    def sliding_window(self, layer: int) -> int:
+        """Return the window of `layer` in tokens, the query's own included; 0 = full attention."""
+        return self.sliding_windows[layer] if self.sliding_windows else 0
+
+
+BLOCK_SIZES = (16, 32, 64, 128)
+
+
+def option(default: Any, help_text: str) -> Any:
+    """Return a field whose help text the command line shows."""
+    return field(default=default, metadata={"help": help_text})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineConfig:
+    """What the user chooses; the server's flags are made from these fields and their help texts."""
+
+    model: str = field(metadata={"help": "directory of a Hugging Face checkpoint, or org/name (extra hub)"})
+    tokenizer: str | None = option(None, "directory of the tokenizer; unset = the model's")
+    dtype: DTypeName = option("auto", "arithmetic and KV cache; auto = the checkpoint's")
+    device: DeviceName = option("auto", "auto = cuda if there is one, else cpu")
+    max_model_len: int | None = option(None, "tokens of prompt + output; unset = what fits")
+    block_size: int = option(16, f"tokens per KV block, one of {BLOCK_SIZES}")
+    max_num_seqs: int = option(256, "sequences running at once")
+    max_num_batched_tokens: int = option(2048, "token budget of one step")
+    gpu_memory_utilization: float = option(0.9, "share of the device's memory to use")
+    kv_cache_memory: int | None = option(None, "bytes of KV cache; unset = what is left")
+    seed: int = option(0, "seed of requests that bring none")
+    num_threads: int | None = option(None, "CPU threads; unset = all cores")
+    generation_config: Literal["auto", "none"] = option(
+        "auto", "auto = defaults for sampling from generation_config.json"
+    )
+    chat_template: str | None = option(None, "file with a Jinja chat template")
+
+    def __post_init__(self) -> None:
+        """Validate every field; ValueError names field, value and limit."""
+        for name in (
+            "max_num_seqs",
+            "max_num_batched_tokens",
+            "max_model_len",
+            "kv_cache_memory",
+            "num_threads",
+        ):
+            value = getattr(self, name)
+            optional = name in ("max_model_len", "kv_cache_memory", "num_threads")
+            if value is None and optional:
+                continue
+            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+                raise ValueError(f"{name} must be a whole number >= 1, got {value!r}")
+        if self.block_size not in BLOCK_SIZES:
+            raise ValueError(f"block_size must be one of {BLOCK_SIZES}, got {self.block_size!r}")
+        if not 0 < self.gpu_memory_utilization <= 1:
+            raise ValueError(f"gpu_memory_utilization must be in (0, 1], got {self.gpu_memory_utilization!r}")
+        if not isinstance(self.seed, int) or isinstance(self.seed, bool):
+            raise ValueError(f"seed must be a whole number, got {self.seed!r}")
+        for name, allowed in (
+            ("dtype", ("auto", "float32", "bfloat16", "float16")),
+            ("device", ("auto", "cpu", "cuda")),
+            ("generation_config", ("auto", "none")),
+        ):
+            if getattr(self, name) not in allowed:
+                raise ValueError(f"{name} must be one of {allowed}, got {getattr(self, name)!r}")
+
+    @classmethod
+    def create(cls, model: str | Path, **options: Any) -> "EngineConfig":
+        """Build from keyword options; one that later versions bring is taken at its neutral value only."""
+        known = {f.name for f in fields(cls)}
+        for name in [name for name in options if name not in known]:
+            if name not in _NOT_YET:
+                raise TypeError(f"unknown engine option {name!r}; there are {sorted(known)}")
+            value = options.pop(name)
+            if value not in _NOT_YET[name]:
+                raise ValueError(
+                    f"{name}={value!r} is not supported yet; leave it out or at {_NOT_YET[name][0]!r}"
+                )
+        return cls(model=str(model), **options)
+
+
+_NOT_YET: dict[str, tuple[Any, ...]] = {
+    "tensor_parallel_size": (1,),
+    "pipeline_parallel_size": (1,),
+    "quantization": (None,),
+    "kv_cache_dtype": ("auto",),
+    "swap_space": (0, None),
+    "enable_prefix_caching": (False, None),
+    "enable_chunked_prefill": (True, None),
+    "enforce_eager": (False, True),  # there are no graphs to turn off yet
+    "trust_remote_code": (False,),
+    "load_format": ("auto", "safetensors"),
+    "tokenizer_mode": ("auto",),
+    "skip_tokenizer_init": (False,),
+    "scheduling_policy": ("fcfs",),
+    "speculative_config": (None,),
+    "enable_lora": (False,),
+}

@@ -1,0 +1,51 @@
+"""What a user gets back: RequestOutput and its parts, in vLLM's names."""
+
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+
+class Logprob(NamedTuple):
+    """Log-probability of one token, its rank among all (1 = most likely) and its text."""
+
+    logprob: float
+    rank: int
+    decoded_token: str
+
+
+Logprobs = dict[int, Logprob]  # by token id: the token itself and the top n
+
+
+@dataclass(slots=True)
+class CompletionOutput:
+    """One generated sequence; with output_kind DELTA, text, token_ids and logprobs are only the new part."""
+
+    index: int
+    text: str
+    token_ids: list[int]
+    cumulative_logprob: float | None = None
+    logprobs: list[Logprobs] | None = None
+    finish_reason: str | None = None  # "stop", "length", "abort"
+    stop_reason: int | str | None = None  # the stop token id or stop string; None for EOS
+
+
+@dataclass(slots=True)
+class RequestMetrics:
+    """Times of one request in seconds of time.perf_counter, None until they have happened."""
+
+    arrival_time: float
+    first_token_time: float | None = None
+    finished_time: float | None = None
+    num_preemptions: int = 0
+
+
+@dataclass(slots=True)
+class RequestOutput:
+    """The state of a request after a step."""
+
+    request_id: str
+    prompt: str | None
+    prompt_token_ids: list[int]
+    prompt_logprobs: list[Logprobs | None] | None
+    outputs: list[CompletionOutput] = field(default_factory=list)
+    finished: bool = False
+    metrics: RequestMetrics | None = None

@@ -1,0 +1,154 @@
+"""SamplingParams: how the next token of one request is chosen and when the request ends.
+
+Field names, defaults and meaning are vLLM's. Fields that a later version brings are accepted at
+their neutral value and refused otherwise, so nothing that a user asks for is ignored in silence.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from enum import IntEnum
+from math import isfinite
+from typing import Any
+
+SAMPLING_EPS = 1e-5  # a temperature below this is greedy, as in vLLM
+MAX_LOGPROBS = 20
+
+
+class RequestOutputKind(IntEnum):
+    """What each RequestOutput of a running request carries."""
+
+    CUMULATIVE = 0  # everything so far, every step
+    DELTA = 1  # only what is new since the last output
+    FINAL_ONLY = 2  # one output, when the request has finished
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplingParams:
+    """Sampling parameters of one request; raises ValueError naming field, value, limit and remedy."""
+
+    temperature: float = 1.0  # 0 = greedy
+    top_p: float = 1.0  # (0, 1]
+    top_k: int = 0  # 0 or -1 = all tokens
+    min_p: float = 0.0  # [0, 1], relative to the most likely token
+    seed: int | None = None  # any 64-bit integer; None = drawn from the engine's seed
+    stop: str | Sequence[str] | None = None  # texts that end the output; kept as a tuple
+    stop_token_ids: Sequence[int] | None = None  # kept as a tuple
+    max_tokens: int | None = 16  # None = up to max_model_len
+    min_tokens: int = 0  # no EOS and no stop token before this many
+    ignore_eos: bool = False
+    logprobs: int | None = None  # top-n of each generated token, 0..MAX_LOGPROBS
+    prompt_logprobs: int | None = None  # top-n of each prompt token, 0..MAX_LOGPROBS
+    detokenize: bool = True
+    skip_special_tokens: bool = True
+    include_stop_str_in_output: bool = False
+    output_kind: RequestOutputKind = RequestOutputKind.CUMULATIVE
+
+    # Accepted at these values only, until the feature exists.
+    n: int = 1
+    best_of: int | None = None
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: dict[int, float] | None = None
+    allowed_token_ids: Sequence[int] | None = None
+    bad_words: Sequence[str] | None = None
+    structured_outputs: Any = None
+    truncate_prompt_tokens: int | None = None
+    spaces_between_special_tokens: bool = True
+    extra_args: dict[str, Any] | None = field(default=None)
+
+    def __post_init__(self) -> None:
+        """Normalise stop, stop_token_ids and top_k, then validate every field."""
+        stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
+        object.__setattr__(self, "stop", stop)
+        object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids or ()))
+        if self.top_k == -1:
+            object.__setattr__(self, "top_k", 0)
+        _validate(self)
+
+    @property
+    def is_greedy(self) -> bool:
+        """Return whether the most likely token is always taken."""
+        return self.temperature < SAMPLING_EPS
+
+
+_NEUTRAL: dict[str, tuple[Any, ...]] = {
+    "n": (1,),
+    "best_of": (None, 1),
+    "presence_penalty": (0.0,),
+    "frequency_penalty": (0.0,),
+    "repetition_penalty": (1.0,),
+    "logit_bias": (None, {}),
+    "allowed_token_ids": (None,),
+    "bad_words": (None, [], ()),
+    "structured_outputs": (None,),
+    "truncate_prompt_tokens": (None,),
+    "spaces_between_special_tokens": (True,),
+    "extra_args": (None, {}),
+}
+
+
+def _is_int(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _check(ok: bool, name: str, value: object, limit: str) -> None:
+    if not ok:
+        raise ValueError(f"{name} must be {limit}, got {value!r}")
+
+
+def _check_number(params: SamplingParams, name: str) -> float:
+    value = getattr(params, name)
+    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    _check(is_number and isfinite(value), name, value, "a finite number")
+    return float(value)
+
+
+def _validate(params: SamplingParams) -> None:
+    for name, neutral in _NEUTRAL.items():
+        value = getattr(params, name)
+        if value not in neutral:
+            raise ValueError(f"{name}={value!r} is not supported yet; leave it at {neutral[0]!r}")
+    temperature = _check_number(params, "temperature")
+    _check(temperature >= 0, "temperature", temperature, ">= 0 (0 is greedy)")
+    top_p = _check_number(params, "top_p")
+    _check(0 < top_p <= 1, "top_p", top_p, "in (0, 1]")
+    min_p = _check_number(params, "min_p")
+    _check(0 <= min_p <= 1, "min_p", min_p, "in [0, 1]")
+    _check(
+        _is_int(params.top_k) and 0 <= params.top_k < 2**31, "top_k", params.top_k, ">= 1, or 0 or -1 for all"
+    )
+    seed = params.seed
+    _check(
+        seed is None or (_is_int(seed) and -(2**63) <= seed < 2**64), "seed", seed, "a 64-bit integer or None"
+    )
+    max_tokens = params.max_tokens
+    _check(
+        max_tokens is None or (_is_int(max_tokens) and max_tokens >= 1),
+        "max_tokens",
+        max_tokens,
+        ">= 1 or None",
+    )
+    _check(_is_int(params.min_tokens) and params.min_tokens >= 0, "min_tokens", params.min_tokens, ">= 0")
+    if max_tokens is not None and params.min_tokens > max_tokens:
+        raise ValueError(
+            f"min_tokens is {params.min_tokens} but max_tokens is {max_tokens}; lower min_tokens"
+        )
+    for name in ("logprobs", "prompt_logprobs"):
+        value = getattr(params, name)
+        ok = value is None or (_is_int(value) and 0 <= value <= MAX_LOGPROBS)
+        _check(ok, name, value, f"in 0..{MAX_LOGPROBS} or None")
+    _validate_stops(params)
+
+
+def _validate_stops(params: SamplingParams) -> None:
+    for text in params.stop or ():
+        _check(isinstance(text, str) and text != "", "stop", text, "a non-empty string or a list of them")
+    for token_id in params.stop_token_ids or ():
+        _check(_is_int(token_id) and 0 <= token_id < 2**31, "stop_token_ids", token_id, "a list of token ids")
+    if params.stop and not params.detokenize:
+        raise ValueError("stop needs text: set detokenize=True, or use stop_token_ids")
+    for name in ("ignore_eos", "detokenize", "skip_special_tokens", "include_stop_str_in_output"):
+        _check(isinstance(getattr(params, name), bool), name, getattr(params, name), "True or False")
+    kind = params.output_kind
+    _check(isinstance(kind, RequestOutputKind), "output_kind", kind, "a RequestOutputKind")
