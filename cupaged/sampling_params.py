@@ -115,25 +115,17 @@ def _validate(params: SamplingParams) -> None:
     _check(0 < top_p <= 1, "top_p", top_p, "in (0, 1]")
     min_p = _check_number(params, "min_p")
     _check(0 <= min_p <= 1, "min_p", min_p, "in [0, 1]")
-    _check(
-        _is_int(params.top_k) and 0 <= params.top_k < 2**31, "top_k", params.top_k, ">= 1, or 0 or -1 for all"
-    )
+    top_k = params.top_k
+    _check(_is_int(top_k) and 0 <= top_k < 2**31, "top_k", top_k, ">= 1, or 0 or -1 for all")
     seed = params.seed
     _check(
         seed is None or (_is_int(seed) and -(2**63) <= seed < 2**64), "seed", seed, "a 64-bit integer or None"
     )
-    max_tokens = params.max_tokens
-    _check(
-        max_tokens is None or (_is_int(max_tokens) and max_tokens >= 1),
-        "max_tokens",
-        max_tokens,
-        ">= 1 or None",
-    )
-    _check(_is_int(params.min_tokens) and params.min_tokens >= 0, "min_tokens", params.min_tokens, ">= 0")
-    if max_tokens is not None and params.min_tokens > max_tokens:
-        raise ValueError(
-            f"min_tokens is {params.min_tokens} but max_tokens is {max_tokens}; lower min_tokens"
-        )
+    most, least = params.max_tokens, params.min_tokens
+    _check(most is None or (_is_int(most) and most >= 1), "max_tokens", most, ">= 1 or None")
+    _check(_is_int(least) and least >= 0, "min_tokens", least, ">= 0")
+    if most is not None and least > most:
+        raise ValueError(f"min_tokens is {least} but max_tokens is {most}; lower min_tokens")
     for name in ("logprobs", "prompt_logprobs"):
         value = getattr(params, name)
         ok = value is None or (_is_int(value) and 0 <= value <= MAX_LOGPROBS)
