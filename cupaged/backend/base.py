@@ -79,6 +79,9 @@ class Backend(Protocol):
 
     def begin_layer(self) -> None: ...
 
+    def rewind_layer(self) -> None:
+        """Free what was made since the last begin_layer; what the layer before made stays."""
+
     # Weights.
     def prepare_linear(
         self, parts: Sequence[Part], bias: Sequence[NDArray[Any]] | None = None, scheme: str | None = None

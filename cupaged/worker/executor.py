@@ -1,0 +1,61 @@
+"""Executor: what stands between the engine and its worker or workers; StepHandle: a step under way."""
+
+from pathlib import Path
+from typing import NamedTuple, Protocol
+
+from cupaged.batch import Batch, StepOutput
+from cupaged.config import EngineConfig, ModelConfig
+from cupaged.worker.worker import CachePlan, Worker
+
+
+class StepHandle(Protocol):
+    """A submitted step."""
+
+    def result(self) -> StepOutput:
+        """Wait for the step and return what rank 0 gives back."""
+
+
+class Executor(Protocol):
+    """Runs batches in the order in which they are submitted."""
+
+    plan: CachePlan
+    model_config: ModelConfig
+    max_in_flight: int  # batches that may be submitted before the first one's result is asked for
+
+    def submit(self, batch: Batch) -> StepHandle:
+        """Start a step; the batch's buffer must stay as it is until its result has been taken."""
+
+    def close(self) -> None:
+        """Release all memory; nothing may be submitted afterwards."""
+
+
+class FinishedStep(NamedTuple):
+    """A step that ran inside submit."""
+
+    output: StepOutput
+
+    def result(self) -> StepOutput:
+        """Return the output."""
+        return self.output
+
+
+class UniprocExecutor:
+    """One worker in this process and thread; a step runs inside submit."""
+
+    max_in_flight = 1
+
+    def __init__(self, config: EngineConfig, model_dir: Path) -> None:
+        """Load the model."""
+        self._worker: Worker | None = Worker(config, model_dir)
+        self.plan = self._worker.plan
+        self.model_config = self._worker.model_config
+
+    def submit(self, batch: Batch) -> StepHandle:
+        """Run the step now."""
+        if self._worker is None:
+            raise RuntimeError("the engine is closed; make a new one")
+        return FinishedStep(self._worker.execute(batch))
+
+    def close(self) -> None:
+        """Drop the worker, and with it weights, arena and KV cache."""
+        self._worker = None
