@@ -49,9 +49,8 @@ class LLM:
         first = self._num_requests
         self._num_requests += len(prompt_list)
         ids = [str(first + i) for i in range(len(prompt_list))]
-        requests = [
-            self.engine.make_request(*args) for args in zip(ids, prompt_list, params_list, strict=True)
-        ]
+        each = zip(ids, prompt_list, params_list, strict=True)
+        requests = [self.engine.make_request(*args) for args in each]
         try:
             for request in requests:
                 self.engine.add(request)

@@ -54,8 +54,11 @@ class LLMEngine:
         generation = _read_generation_config(model_dir) if config.generation_config == "auto" else {}
         self.default_sampling_params = _sampling_defaults(generation)
         self.eos_token_ids = frozenset(
-            [*self.model_config.eos_token_ids, *_as_ids(generation.get("eos_token_id"))]
-            + _as_ids(self.tokenizer.eos_token_id)
+            [
+                *self.model_config.eos_token_ids,
+                *_as_ids(generation.get("eos_token_id")),
+                *_as_ids(self.tokenizer.eos_token_id),
+            ]
         )
         self.scheduler = Scheduler(
             num_blocks=self.num_kv_blocks,
@@ -83,8 +86,8 @@ class LLMEngine:
         room = self.max_model_len - num_prompt
         if params.min_tokens > room:
             raise ValueError(
-                f"min_tokens is {params.min_tokens} but only {room} tokens fit after a prompt of {num_prompt} "
-                f"(max_model_len {self.max_model_len}); lower min_tokens or raise max_model_len"
+                f"min_tokens is {params.min_tokens} but only {room} tokens fit after a prompt of "
+                f"{num_prompt} (max_model_len {self.max_model_len}); lower min_tokens or raise max_model_len"
             )
         max_tokens = room if params.max_tokens is None else min(params.max_tokens, room)
         banned = {*(params.stop_token_ids or ()), *self.eos_token_ids} if params.min_tokens else set()
@@ -198,7 +201,7 @@ class LLMEngine:
         if isinstance(prompt, dict):
             if ("prompt" in prompt) == ("prompt_token_ids" in prompt):
                 raise ValueError(
-                    f"a prompt dict needs exactly one of 'prompt' and 'prompt_token_ids', got {sorted(prompt)}"
+                    f"a prompt dict needs one of 'prompt' and 'prompt_token_ids', got {sorted(prompt)}"
                 )
             prompt = prompt["prompt"] if "prompt" in prompt else prompt["prompt_token_ids"]
         if isinstance(prompt, str):
@@ -212,8 +215,8 @@ class LLMEngine:
             raise ValueError("the prompt is empty; give at least one token")
         if len(token_ids) >= self.max_model_len:
             raise ValueError(
-                f"the prompt has {len(token_ids)} tokens but max_model_len is {self.max_model_len}, which must "
-                f"also hold at least one new token; shorten it or raise max_model_len"
+                f"the prompt has {len(token_ids)} tokens but max_model_len is {self.max_model_len}, which "
+                f"must also hold at least one new token; shorten it or raise max_model_len"
             )
         self._check_token_ids("prompt_token_ids", token_ids)
 
