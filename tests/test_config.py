@@ -1,0 +1,86 @@
+"""EngineConfig and HFConfig: validation with value and limit, and options of later versions."""
+
+from typing import Any
+
+import pytest
+
+from cupaged.config import EngineConfig, HFConfig, ModelConfig
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("block_size", 8),
+        ("block_size", 17),
+        ("max_num_seqs", 0),
+        ("max_num_batched_tokens", 0),
+        ("max_num_batched_tokens", 1.5),
+        ("max_model_len", 0),
+        ("kv_cache_memory", -1),
+        ("num_threads", 0),
+        ("gpu_memory_utilization", 0.0),
+        ("gpu_memory_utilization", 1.5),
+        ("dtype", "int8"),
+        ("device", "tpu"),
+        ("seed", None),
+        ("generation_config", "vllm"),
+    ],
+)
+def test_bad_option_is_refused_by_name(name: str, value: Any) -> None:
+    with pytest.raises(ValueError, match=name):
+        EngineConfig.create("model", **{name: value})
+
+
+@pytest.mark.parametrize(
+    ("name", "neutral", "other"),
+    [
+        ("tensor_parallel_size", 1, 2),
+        ("quantization", None, "awq"),
+        ("enable_prefix_caching", False, True),
+        ("swap_space", 0, 4),
+        ("kv_cache_dtype", "auto", "fp8"),
+    ],
+)
+def test_option_of_a_later_version_is_taken_at_its_neutral_value_only(
+    name: str, neutral: Any, other: Any
+) -> None:
+    assert EngineConfig.create("model", **{name: neutral}).model == "model"
+    with pytest.raises(ValueError, match=f"{name}=.*not supported yet"):
+        EngineConfig.create("model", **{name: other})
+
+
+def test_unknown_option_is_a_type_error_that_lists_the_known() -> None:
+    with pytest.raises(TypeError, match=r"'max_len'.*max_model_len"):
+        EngineConfig.create("model", max_len=5)
+
+
+def test_hf_config_names_a_missing_key() -> None:
+    with pytest.raises(ValueError, match="hidden_size"):
+        HFConfig({}).get("hidden_size", int)
+
+
+def test_hf_config_refuses_a_wrong_type() -> None:
+    with pytest.raises(ValueError, match=r"'hidden_size' is '64', expected int"):
+        HFConfig({"hidden_size": "64"}).get("hidden_size", int)
+
+
+def test_hf_config_takes_null_as_absent_and_int_as_float() -> None:
+    config = HFConfig({"window": None, "theta": 10000})
+
+    assert config.get("window", int, 7) == 7
+    assert config.get("theta", float) == 10000.0
+
+
+def test_model_config_refuses_heads_that_do_not_divide() -> None:
+    with pytest.raises(ValueError, match=r"num_attention_heads 6 .* num_key_value_heads 4"):
+        ModelConfig(
+            model_type="llama",
+            vocab_size=8,
+            hidden_size=8,
+            intermediate_size=8,
+            num_layers=1,
+            num_heads=6,
+            num_kv_heads=4,
+            head_dim=2,
+            max_position_embeddings=8,
+        )

@@ -1,0 +1,108 @@
+"""SamplingParams: defaults, normalisation, and one clear error for every bad field."""
+
+import math
+from typing import Any
+
+import pytest
+
+from cupaged import SamplingParams
+
+
+def test_defaults_are_vllms() -> None:
+    params = SamplingParams()
+
+    assert (params.temperature, params.top_p, params.top_k, params.min_p) == (1.0, 1.0, 0, 0.0)
+    assert (params.max_tokens, params.min_tokens, params.n) == (16, 0, 1)
+
+
+@pytest.mark.parametrize("top_k", [0, -1])
+def test_top_k_zero_and_minus_one_both_mean_all(top_k: int) -> None:
+    assert SamplingParams(top_k=top_k).top_k == 0
+
+
+def test_a_single_stop_string_becomes_a_tuple() -> None:
+    assert SamplingParams(stop="END").stop == ("END",)
+
+
+@pytest.mark.parametrize(("temperature", "greedy"), [(0.0, True), (1e-6, True), (1e-4, False), (1.0, False)])
+def test_greedy_below_the_sampling_epsilon(temperature: float, greedy: bool) -> None:
+    assert SamplingParams(temperature=temperature).is_greedy is greedy
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("temperature", -0.1),
+        ("temperature", math.nan),
+        ("temperature", math.inf),
+        ("temperature", "hot"),
+        ("temperature", True),
+        ("top_p", 0.0),
+        ("top_p", 1.1),
+        ("top_k", -2),
+        ("top_k", 1.5),
+        ("min_p", -0.1),
+        ("min_p", 1.5),
+        ("seed", 2**64),
+        ("seed", 1.0),
+        ("max_tokens", 0),
+        ("max_tokens", 2.0),
+        ("min_tokens", -1),
+        ("logprobs", -1),
+        ("logprobs", 21),
+        ("prompt_logprobs", 21),
+        ("stop", ""),
+        ("stop", ["a", ""]),
+        ("stop", [3]),
+        ("stop_token_ids", [-1]),
+        ("stop_token_ids", ["a"]),
+        ("ignore_eos", "yes"),
+        ("detokenize", 1),
+        ("output_kind", 7),
+    ],
+)
+def test_bad_value_is_refused_by_name(name: str, value: Any) -> None:
+    with pytest.raises(ValueError, match=name):
+        SamplingParams(**{name: value})
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("n", 2),
+        ("best_of", 3),
+        ("presence_penalty", 0.5),
+        ("frequency_penalty", -0.5),
+        ("repetition_penalty", 1.1),
+        ("logit_bias", {5: 1.0}),
+        ("allowed_token_ids", [1]),
+        ("bad_words", ["x"]),
+        ("structured_outputs", {"json": {}}),
+        ("truncate_prompt_tokens", 4),
+    ],
+)
+def test_option_of_a_later_version_is_refused_but_for_its_neutral_value(name: str, value: Any) -> None:
+    with pytest.raises(ValueError, match=f"{name}=.*not supported yet"):
+        SamplingParams(**{name: value})
+
+
+def test_neutral_values_of_later_options_are_accepted() -> None:
+    params = SamplingParams(
+        n=1, best_of=1, presence_penalty=0, repetition_penalty=1, logit_bias={}, bad_words=[]
+    )
+
+    assert params.n == 1
+
+
+def test_min_tokens_above_max_tokens_is_refused_with_both_numbers() -> None:
+    with pytest.raises(ValueError, match=r"min_tokens is 9 but max_tokens is 4"):
+        SamplingParams(min_tokens=9, max_tokens=4)
+
+
+def test_stop_strings_need_text() -> None:
+    with pytest.raises(ValueError, match="detokenize"):
+        SamplingParams(stop="a", detokenize=False)
+
+
+def test_negative_seed_is_accepted() -> None:
+    assert SamplingParams(seed=-1).seed == -1
