@@ -49,3 +49,5 @@ class Sequence:
     index: int = 0  # in its group, part of the Philox counter
     row: int = -1  # index in the scheduler's arrays, -1 while it has none
     status: SequenceStatus = SequenceStatus.WAITING
+    finish_reason: FinishReason | None = None
+    num_preemptions: int = 0

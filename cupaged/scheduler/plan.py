@@ -1,0 +1,198 @@
+"""The step's plan under one token budget, and what a finished step changes: njit over Rows and Blocks.
+
+There is no prefill phase and no decode phase, only num_computed_tokens catching up with the tokens
+that are known or in flight.
+"""
+
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from cupaged.batch import Flag
+from cupaged.jit import njit
+from cupaged.scheduler.allocator import Blocks, free_table, grow_table
+from cupaged.scheduler.state import NO_SERIAL, Rows
+from cupaged.sequence import NOT_FINISHED, FinishReason
+
+SAMPLES = int(Flag.SAMPLES)
+STOP = int(FinishReason.STOP)
+LENGTH = int(FinishReason.LENGTH)
+
+
+class Head(NamedTuple):
+    """The first waiting sequence, where it takes turns with those that run."""
+
+    num_tokens: int  # that it would compute, 0 = it could not enter now
+    last_turn: int  # the step of the last admission
+
+
+@njit
+def num_remaining(rows: Rows, row: int) -> int:
+    """Return how many tokens the row could compute now; a token past max_total_tokens never."""
+    target = rows.num_tokens[row] + rows.num_in_flight[row]
+    return target - rows.num_computed_tokens[row] if target < rows.max_total_tokens[row] else 0
+
+
+@njit
+def share_budget(rows: Rows, budget: int, num_decodes: int) -> None:
+    """Plan every decode, then prefill chunks, oldest first, out of what is left."""
+    left = budget - num_decodes
+    for i in range(rows.num_running[0]):
+        row = rows.running[i]
+        remaining = num_remaining(rows, row)
+        if remaining > 1:
+            remaining = min(remaining, left)
+            left -= remaining
+        rows.num_new[row] = remaining
+
+
+@njit
+def take_turns(rows: Rows, budget: int, head: Head) -> None:
+    """Plan the least recently scheduled first, the head of the queue among them, while the budget lasts."""
+    n = rows.num_running[0]
+    keys = np.empty(n + 1, np.int64)  # unique: last turn, then arrival
+    for i in range(n):
+        keys[i] = rows.last_scheduled[rows.running[i]] * (n + 1) + i
+        rows.num_new[rows.running[i]] = 0
+    keys[n] = head.last_turn * (n + 1) + n
+    for i in np.argsort(keys):
+        # The head's share is only kept aside here: it is admitted after the running rows have their blocks.
+        new = min(budget, head.num_tokens if i == n else num_remaining(rows, rows.running[i]))
+        budget -= new
+        if i < n:
+            rows.num_new[rows.running[i]] = new
+
+
+@njit
+def grow_tables(rows: Rows, blocks: Blocks, block_size: int) -> int:
+    """Give planned rows their blocks, oldest first; preempt from the newest end, return how many.
+
+    running[num_running : num_running + preempted] are then the preempted ones. The victim is never a row that
+    has grown in this step: those are all older than the one that asks.
+    """
+    running, num_running = rows.running, rows.num_running
+    before = num_running[0]
+    i = 0
+    while i < num_running[0]:
+        row = running[i]
+        if rows.num_new[row] > 0:
+            needed = (rows.num_computed_tokens[row] + rows.num_new[row] + block_size - 1) // block_size
+            while not grow_table(blocks, row, needed):
+                num_running[0] -= 1
+                victim = running[num_running[0]]
+                free_table(blocks, victim)
+                rows.num_computed_tokens[victim] = 0
+                rows.num_new[victim] = 0
+                if victim == row:
+                    break
+        i += 1
+    return int(before - num_running[0])
+
+
+@njit
+def plan_running(rows: Rows, blocks: Blocks, block_size: int, budget: int, head: Head) -> tuple[int, int]:
+    """Set num_new of the running rows and give them blocks; return (tokens planned, rows preempted)."""
+    num_decodes = 0
+    others = head.num_tokens > 0
+    for i in range(rows.num_running[0]):
+        remaining = num_remaining(rows, rows.running[i])
+        num_decodes += remaining == 1
+        others |= remaining > 1
+    # Decodes that use up the budget would starve everybody else, or one another.
+    if num_decodes > budget or (num_decodes == budget and others):
+        take_turns(rows, budget, head)
+    else:
+        share_budget(rows, budget, num_decodes)
+    num_preempted = grow_tables(rows, blocks, block_size)
+    planned = 0
+    for i in range(rows.num_running[0]):
+        planned += rows.num_new[rows.running[i]]
+    return planned, num_preempted
+
+
+@njit
+def advance(rows: Rows, step: int) -> None:
+    """Count the planned step as submitted: its tokens computed, its samples in flight."""
+    for i in range(rows.num_running[0]):
+        row = rows.running[i]
+        if rows.num_new[row] > 0:
+            end = rows.num_computed_tokens[row] + rows.num_new[row]
+            rows.num_computed_tokens[row] = end
+            rows.num_in_flight[row] += end == rows.num_tokens[row] + rows.num_in_flight[row]
+            rows.prompt_logprobs_end[row] = max(end, rows.prompt_logprobs_end[row])
+            rows.last_scheduled[row] = step
+            rows.reset[row] = False
+
+
+@njit
+def release(rows: Rows, blocks: Blocks, row: int) -> None:
+    """Take blocks and serial from a row; `compact` then takes it out of those that run."""
+    free_table(blocks, row)
+    rows.serial[row] = NO_SERIAL
+
+
+@njit
+def compact(rows: Rows) -> None:
+    """Close the gaps that released rows leave in `running`."""
+    kept = 0
+    for i in range(rows.num_running[0]):
+        row = rows.running[i]
+        if rows.serial[row] != NO_SERIAL:
+            rows.running[kept] = row
+            kept += 1
+    rows.num_running[0] = kept
+
+
+@njit
+def append_token(rows: Rows, row: int, token_id: int) -> int:
+    """Append a sampled token; return the FinishReason it brings, or NOT_FINISHED."""
+    n = rows.num_tokens[row]
+    rows.tokens[row, n] = token_id
+    rows.num_tokens[row] = n + 1
+    for stop in rows.stop_token_ids[row]:
+        if stop < 0:
+            break
+        if stop == token_id:
+            return STOP
+    return LENGTH if n + 1 >= rows.max_total_tokens[row] else NOT_FINISHED
+
+
+class StepRows(NamedTuple):
+    """A step that has come back: of the batch (rows, serials, flags) and of StepOutput."""
+
+    rows: NDArray[np.int32]  # [num_seqs]
+    serials: NDArray[np.int64]  # [num_seqs]
+    flags: NDArray[np.int32]  # [num_seqs]
+    token_ids: NDArray[np.int32]  # [num_seqs, k]
+    num_tokens: NDArray[np.int32]  # [num_seqs]
+
+
+@njit
+def apply_output(
+    rows: Rows, blocks: Blocks, step: StepRows, num_appended: NDArray[np.int32], reasons: NDArray[np.int8]
+) -> None:
+    """Append what the step sampled and release the rows that end; write both per sequence.
+
+    num_appended becomes -1 where the row has meanwhile been given up: its result is nobody's.
+    """
+    ended = False
+    for i in range(step.rows.size):
+        row = step.rows[i]
+        num_appended[i] = 0
+        reasons[i] = NOT_FINISHED
+        if rows.serial[row] != step.serials[i]:
+            num_appended[i] = -1
+            continue
+        samples = (step.flags[i] & SAMPLES) != 0
+        assert samples == (step.num_tokens[i] > 0), "tokens from a sequence that did not sample, or none"
+        rows.num_in_flight[row] -= samples
+        for j in range(step.num_tokens[i]):
+            reasons[i] = append_token(rows, row, step.token_ids[i, j])
+            num_appended[i] += 1
+            if reasons[i] != NOT_FINISHED:
+                release(rows, blocks, row)
+                ended = True
+                break
+    if ended:
+        compact(rows)
