@@ -75,9 +75,14 @@ class Scheduler:
         return int(self._rows.num_running[0])
 
     @property
+    def num_used_blocks(self) -> int:
+        """Return how many KV blocks are held."""
+        return self.block_manager.total - self.block_manager.num_free
+
+    @property
     def kv_usage(self) -> float:
         """Return the share of blocks in use, 0 to 1."""
-        return 1 - self.block_manager.num_free / self.block_manager.total
+        return self.num_used_blocks / self.block_manager.total
 
     def has_unfinished(self) -> bool:
         """Return whether any sequence waits or runs."""

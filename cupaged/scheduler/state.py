@@ -15,7 +15,7 @@ NO_SERIAL = -1
 _FLOAT = ("temperature", "top_p", "min_p")
 _INT64 = ("serial", "last_scheduled")
 _BOOL = ("reset", "wants_history")
-MASK = 0xFFFFFFFF
+WORD = 0xFFFFFFFF
 
 
 class Rows(NamedTuple):
@@ -97,7 +97,7 @@ def load_row(rows: Rows, row: int, seq: Sequence, serial: int) -> Rows:
     rows.top_p[row] = params.top_p
     rows.min_p[row] = params.min_p
     rows.top_k[row] = params.top_k
-    words = np.array([seq.seed & MASK, seq.seed >> 32 & MASK], np.uint32)
+    words = np.array([seq.seed & WORD, seq.seed >> 32 & WORD], np.uint32)
     rows.seed[row] = words.view(np.int32)
     rows.group_index[row] = seq.index
     rows.num_logprobs[row] = -1 if params.logprobs is None else params.logprobs
