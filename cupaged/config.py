@@ -4,12 +4,15 @@ Both are frozen and validated once. What is found out at run time (the number of
 that fits) is a return value of whoever finds it, never written back here.
 """
 
+import json
+from collections.abc import Set
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, Literal
 
 DTypeName = Literal["auto", "float32", "bfloat16", "float16"]
 DeviceName = Literal["auto", "cpu", "cuda"]
+RopeType = Literal["default", "linear", "dynamic", "llama3", "yarn"]
 
 
 class HFConfig:
@@ -21,8 +24,30 @@ class HFConfig:
         self._values = values
         self._source = source
 
+    @classmethod
+    def from_file(cls, path: Path) -> "HFConfig":
+        """Read the JSON object at `path`."""
+        try:
+            values = json.loads(path.read_text(encoding="utf-8"))
+        except FileNotFoundError:
+            raise ValueError(f"{path} does not exist; the model must be a Hugging Face directory") from None
+        except ValueError as error:
+            raise ValueError(f"{path} is not valid JSON: {error}") from None
+        if not isinstance(values, dict):
+            raise ValueError(f"{path} holds a {type(values).__name__}, expected an object")
+        return cls(values, path.name)
+
     def __contains__(self, key: str) -> bool:
+        """Return whether `key` has a value; null is absent."""
         return self._values.get(key) is not None
+
+    def has(self, key: str) -> bool:
+        """Return whether `key` is there, be it null."""
+        return key in self._values
+
+    def keys(self) -> Set[str]:
+        """Return all keys."""
+        return self._values.keys()
 
     def get(self, key: str, kind: type, default: Any = _REQUIRED) -> Any:
         """Return `key` as `kind` (an int serves as float); null is absent. ValueError names the key."""
@@ -47,7 +72,7 @@ class RopeConfig:
     """Rotary embedding: its base and how it is stretched; names as in config.json's rope_scaling."""
 
     theta: float = 10000.0
-    rope_type: Literal["default", "linear", "dynamic", "llama3", "yarn"] = "default"
+    rope_type: RopeType = "default"
     factor: float = 1.0
     original_max_position_embeddings: int = 0  # 0 = the model's max_position_embeddings
     low_freq_factor: float = 1.0  # llama3
@@ -58,6 +83,14 @@ class RopeConfig:
     mscale: float = 0.0  # yarn
     mscale_all_dim: float = 0.0  # yarn
     truncate: bool = True  # yarn: round the correction range to whole dimensions
+
+    def __post_init__(self) -> None:
+        """Check what would divide by zero or turn the wrong way."""
+        for name in ("theta", "factor", "high_freq_factor", "low_freq_factor", "beta_fast", "beta_slow"):
+            if not getattr(self, name) > 0:
+                raise ValueError(f"config.json: rope {name} is {getattr(self, name)}, must be above 0")
+        if self.high_freq_factor == self.low_freq_factor:
+            raise ValueError(f"config.json: rope low and high_freq_factor are both {self.low_freq_factor}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

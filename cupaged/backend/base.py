@@ -26,6 +26,12 @@ class KVCacheView(NamedTuple):
     layer: int
 
 
+class KVCache(Protocol):
+    """The KV cache as a model gets it."""
+
+    def layer(self, layer: int) -> KVCacheView: ...
+
+
 class LogprobArrays(NamedTuple):
     """Log-probabilities of n logits rows; column 0 is the token itself, then the top ones."""
 
@@ -42,7 +48,8 @@ class Communicator(Protocol):
 
     def all_reduce(self, x: Array) -> Array: ...
 
-    def all_gather(self, x: Array) -> Array: ...
+    def all_gather(self, x: Array) -> Array:
+        """Return the ranks' x side by side along the last axis."""
 
     def broadcast(self, x: Array) -> Array: ...
 

@@ -1,0 +1,131 @@
+"""Checkpoint: a model's tensors out of safetensors files, checked against the family's weight table.
+
+Tensors are mapped from disk one by one, when a layer asks, and let go when it has made its own form
+of them, so the model is never in memory twice.
+"""
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import ml_dtypes
+import numpy as np
+from numpy.typing import NDArray
+
+from cupaged.models import Shard, Weight
+
+DTYPES: dict[str, np.dtype[Any]] = {
+    "F32": np.dtype(np.float32),
+    "F16": np.dtype(np.float16),
+    "BF16": np.dtype(ml_dtypes.bfloat16),
+}
+MAX_NAMED = 20  # tensors that an error names
+
+
+class Tensor(NamedTuple):
+    """Where a tensor lies."""
+
+    path: Path
+    offset: int  # bytes from the start of the file
+    dtype: str  # in safetensors' words
+    shape: tuple[int, ...]
+
+
+class Checkpoint(Mapping[str, NDArray[Any]]):
+    """The tensors of a weight table by attribute, each cut to this rank's share, mapped at each access."""
+
+    def __init__(self, directory: Path, table: Sequence[Weight], *, rank: int = 0, size: int = 1) -> None:
+        """Read the headers in `directory`; ValueError names every tensor that does not fit the table."""
+        self._tensors = read_headers(directory)
+        self._weights = {weight.attribute: weight for weight in table}
+        self._rank, self._size = rank, size
+        _check(directory, self._tensors, table, size)
+
+    def __getitem__(self, attribute: str) -> NDArray[Any]:
+        weight = self._weights[attribute]
+        tensor = self._tensors[weight.name]
+        mapped = np.memmap(
+            tensor.path, DTYPES[tensor.dtype], mode="r", offset=tensor.offset, shape=tensor.shape
+        )
+        whole: NDArray[Any] = np.asarray(mapped)
+        if not whole.flags.aligned:  # old writers did not pad the header
+            whole = whole.copy()
+        if weight.shard is Shard.REPLICATED:
+            return whole
+        axis = _axis(weight)
+        share = tensor.shape[axis] // self._size
+        mine = slice(self._rank * share, (self._rank + 1) * share)
+        return whole[mine] if axis == 0 else whole[:, mine]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._weights)
+
+    def __len__(self) -> int:
+        return len(self._weights)
+
+
+def read_headers(directory: Path) -> dict[str, Tensor]:
+    """Return all tensors of model.safetensors, or of the files in model.safetensors.index.json, by name."""
+    single, index = directory / "model.safetensors", directory / "model.safetensors.index.json"
+    if single.is_file():
+        return _read_header(single)
+    if not index.is_file():
+        raise ValueError(f"{directory} has neither {single.name} nor {index.name}; convert it to safetensors")
+    weight_map = json.loads(index.read_text(encoding="utf-8")).get("weight_map")
+    if not isinstance(weight_map, dict):
+        raise ValueError(f"{index} has no weight_map; fetch it again")
+    files = {name: _read_header(directory / name) for name in sorted(set(weight_map.values()))}
+    return {name: files[file][name] for name, file in weight_map.items() if name in files[file]}
+
+
+def _read_header(path: Path) -> dict[str, Tensor]:
+    """Return the tensors of one file: 8 bytes of header length, the header in JSON, the data."""
+    if not path.is_file():
+        raise ValueError(f"{path} is missing, though the index names it; fetch it again")
+    with path.open("rb") as file:
+        length = int.from_bytes(file.read(8), "little")
+        size = path.stat().st_size
+        if 8 + length > size:
+            raise ValueError(f"{path} is cut short or not in safetensors format; fetch it again")
+        header = json.loads(file.read(length))
+    header.pop("__metadata__", None)
+    tensors = {}
+    for name, entry in header.items():
+        begin, end = entry["data_offsets"]
+        if 8 + length + end > size:
+            raise ValueError(f"{path} ends before the data of {name}; fetch it again")
+        tensors[name] = Tensor(path, 8 + length + begin, entry["dtype"], tuple(entry["shape"]))
+    return tensors
+
+
+def _check(directory: Path, tensors: dict[str, Tensor], table: Sequence[Weight], size: int) -> None:
+    wrong = []
+    for weight in table:
+        tensor = tensors.get(weight.name)
+        if tensor is None:
+            wrong.append(f"{weight.name} is missing")
+        elif tensor.shape != weight.shape:
+            wrong.append(f"{weight.name} has shape {tensor.shape}, expected {weight.shape}")
+        elif tensor.dtype not in DTYPES:
+            wrong.append(f"{weight.name} is {tensor.dtype}, expected one of {', '.join(DTYPES)}")
+        elif weight.shard is not Shard.REPLICATED and weight.shape[_axis(weight)] % size:
+            wrong.append(f"{weight.name} of shape {weight.shape} cannot be divided over {size} ranks")
+    known = {weight.name for weight in table}
+    wrong += [f"{name} is not a tensor of this model" for name in tensors if not _may_be_there(name, known)]
+    wrong = list(dict.fromkeys(wrong))  # a tied embedding is in the table twice
+    if wrong:
+        more = f"; and {len(wrong) - MAX_NAMED} more" if len(wrong) > MAX_NAMED else ""
+        raise ValueError(
+            f"{directory}: the weights do not fit config.json: {'; '.join(wrong[:MAX_NAMED])}{more}"
+        )
+
+
+def _may_be_there(name: str, known: set[str]) -> bool:
+    """Return whether the table has `name` or it is one of the leftovers that checkpoints carry."""
+    is_tied_head = name == "lm_head.weight"  # a table without it ties the head to the embedding
+    return name in known or is_tied_head or name.endswith("rotary_emb.inv_freq")
+
+
+def _axis(weight: Weight) -> int:
+    return 0 if weight.shard is Shard.COLUMN else 1
