@@ -18,7 +18,8 @@ import numpy as np
 from cupaged.batch import Batch, StepOutput
 from cupaged.config import EngineConfig
 from cupaged.engine.request import Request
-from cupaged.engine.tokenizer import Detokenizer, Tokenizer
+from cupaged.engine.detokenizer import Detokenizer
+from cupaged.engine.tokenizer import Tokenizer
 from cupaged.hub import resolve_model
 from cupaged.outputs import RequestMetrics, RequestOutput
 from cupaged.sampling_params import SamplingParams
@@ -66,7 +67,7 @@ class LLMEngine:
             max_num_seqs=config.max_num_seqs,
             max_num_batched_tokens=config.max_num_batched_tokens,
             max_model_len=self.max_model_len,
-            num_batches=max(2, self.executor.max_in_flight),
+            num_batches=self.executor.max_in_flight,
         )
         self.num_steps = 0
         self.peak_kv_blocks = 0

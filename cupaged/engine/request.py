@@ -10,7 +10,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cupaged.batch import TokenLogprobs
-from cupaged.engine.tokenizer import Detokenizer, Tokenizer
+from cupaged.engine.detokenizer import Detokenizer
+from cupaged.engine.tokenizer import Tokenizer
 from cupaged.outputs import CompletionOutput, Logprob, Logprobs, RequestMetrics, RequestOutput
 from cupaged.sampling_params import RequestOutputKind, SamplingParams
 from cupaged.sequence import FinishReason, Sequence

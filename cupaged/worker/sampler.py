@@ -1,26 +1,19 @@
 """Sampler: from a step's hidden states to its StepOutput, logits in chunks of bounded memory."""
 
-from typing import Protocol
-
 import numpy as np
 from numpy.typing import NDArray
 
 from cupaged.backend.base import Array, Backend, LogprobArrays
 from cupaged.batch import Batch, Flag, StepOutput, TokenLogprobs
+from cupaged.models import Model
 
 LOGITS_CHUNK = 128  # rows of logits alive at once
-
-
-class LogitsModel(Protocol):
-    """What the sampler needs of a model."""
-
-    def logits(self, hidden: Array) -> Array: ...
 
 
 class Sampler:
     """Owns the step's sampled ids and each row's last token, both on the device."""
 
-    def __init__(self, backend: Backend, model: LogitsModel, max_num_seqs: int) -> None:
+    def __init__(self, backend: Backend, model: Model, max_num_seqs: int) -> None:
         """Allocate the arrays that outlive a step."""
         self._backend = backend
         self._model = model

@@ -5,15 +5,131 @@ Knows nothing of requests or queues: a Batch comes in, a StepOutput goes out.
 
 import logging
 from dataclasses import dataclass
+from functools import partial
+from math import prod
+from pathlib import Path
+
+import numpy as np
+
+from cupaged.backend.base import Backend, Communicator, create_backend
+from cupaged.backend.comm import SingleRank
+from cupaged.batch import NUM_COUNTS, Batch, Bucket, Count, StepOutput, buffer_size, view
+from cupaged.config import EngineConfig, HFConfig, ModelConfig
+from cupaged.models import load_model_class
+from cupaged.sampling_params import MAX_LOGPROBS
+from cupaged.worker.kv_cache import KVCache, block_bytes
+from cupaged.worker.sampler import Sampler
+from cupaged.worker.weights import Checkpoint
 
 logger = logging.getLogger("cupaged")
 
-DEFAULT_KV_CACHE_MEMORY = 4 << 30  # bytes, where the user says nothing and that much is free
+DEFAULT_KV_CACHE_MEMORY = 4 << 30  # bytes, where the user says nothing and twice that is free
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CachePlan:
-    """How long a sequence may be and how many KV blocks there are; found out at start."""
+    """How many KV blocks there are and how long a sequence may be; found out at start."""
 
     num_blocks: int
     max_model_len: int
+
+
+class Worker:
+    """Model, KV cache and sampler of one rank."""
+
+    def __init__(
+        self, config: EngineConfig, model_dir: Path, communicator: Communicator | None = None
+    ) -> None:
+        """Load everything; ValueError names what does not fit or is not supported."""
+        communicator = communicator or SingleRank()
+        hf = HFConfig.from_file(model_dir / "config.json")
+        family = load_model_class(hf.get("model_type", str))
+        self.model_config: ModelConfig = family.config(hf)
+        dtype = self.model_config.dtype if config.dtype == "auto" else config.dtype
+        self._backend = backend = create_backend(config.device, dtype, config.num_threads)
+        table = family.weights(self.model_config)
+        num_weights = sum(prod(weight.shape) for weight in table)
+        self.plan = plan_cache(config, self.model_config, backend, num_weights * backend.dtype.itemsize)
+        weights = Checkpoint(model_dir, table, rank=communicator.rank, size=communicator.size)
+        self._model = family.model(
+            self.model_config, backend, communicator, weights, max_model_len=self.plan.max_model_len
+        )
+        self._kv_cache = KVCache(backend, self.model_config, self.plan.num_blocks, config.block_size)
+        self._sampler = Sampler(backend, self._model, config.max_num_seqs)
+        backend.create_arena(max(backend.measure(partial(self._run, b)) for b in largest_batches(config)))
+
+    def execute(self, batch: Batch) -> StepOutput:
+        """Run one step."""
+        with self._backend.exclusive():
+            return self._run(batch)
+
+    def _run(self, host: Batch) -> StepOutput:
+        backend = self._backend
+        backend.begin_forward()
+        batch = backend.upload(host)
+        self._kv_cache.apply(batch)
+        backend.load_last_tokens(batch, self._sampler.last_token)
+        hidden = self._model.forward(batch, self._kv_cache)
+        return self._sampler.sample(hidden, batch, host)
+
+
+def plan_cache(config: EngineConfig, model: ModelConfig, backend: Backend, weight_bytes: int) -> CachePlan:
+    """Return the number of KV blocks and the longest sequence that they and the model allow.
+
+    Unset, kv_cache_memory is half of what gpu_memory_utilization leaves beside the weights, at most
+    DEFAULT_KV_CACHE_MEMORY, and never more than max_num_seqs sequences of max_model_len can use.
+    """
+    longest = longest_position(model)
+    wanted = config.max_model_len or longest
+    if wanted > longest:
+        raise ValueError(
+            f"max_model_len is {wanted} but the model's positions end at {longest}; lower max_model_len"
+        )
+    per_block = block_bytes(model, config.block_size, backend.kv_dtype.itemsize)
+    memory = config.kv_cache_memory
+    if memory is None:
+        free = config.gpu_memory_utilization * backend.available_memory() - weight_bytes
+        memory = min(DEFAULT_KV_CACHE_MEMORY, max(0, int(free / 2)))
+        memory = min(memory, config.max_num_seqs * -(-wanted // config.block_size) * per_block)
+    num_blocks = memory // per_block
+    capacity = num_blocks * config.block_size
+    if capacity < (config.max_model_len or 2):
+        needed = -(-(config.max_model_len or 2) // config.block_size) * per_block
+        raise ValueError(
+            f"a KV cache of {memory} bytes holds {capacity} tokens but max_model_len is "
+            f"{config.max_model_len or 2}; lower max_model_len or raise kv_cache_memory to {needed}"
+        )
+    if capacity < wanted:
+        logger.warning(
+            "max_model_len lowered from %d to %d tokens, which is what the KV cache of %d blocks holds; "
+            "raise kv_cache_memory for more",
+            wanted,
+            capacity,
+            num_blocks,
+        )
+    return CachePlan(num_blocks=num_blocks, max_model_len=min(wanted, capacity))
+
+
+def longest_position(model: ModelConfig) -> int:
+    """Return how long a sequence the model's rotary embedding allows."""
+    rope = model.rope
+    if rope.rope_type in ("linear", "dynamic", "yarn"):
+        original = rope.original_max_position_embeddings or model.max_position_embeddings
+        return max(model.max_position_embeddings, int(original * rope.factor))
+    return model.max_position_embeddings
+
+
+def largest_batches(config: EngineConfig) -> list[Batch]:
+    """Return batches that need the most arena of any: all decodes, and all prefill, every token's logits."""
+    num_tokens = config.max_num_batched_tokens
+    num_seqs = min(config.max_num_seqs, num_tokens)
+    bucket = Bucket(num_tokens, num_seqs, 1)
+    batches = []
+    for num_decodes, tokens in ((num_seqs, num_seqs), (0, num_tokens)):
+        counts = np.zeros(NUM_COUNTS, np.int32)
+        counts[[Count.NUM_TOKENS, Count.NUM_SEQS, Count.NUM_DECODES]] = tokens, num_seqs, num_decodes
+        counts[[Count.NUM_LOGITS, Count.TABLE_WIDTH]] = tokens, 1
+        arrays = view(np.zeros(buffer_size(bucket, 0), np.int32), bucket)
+        arrays.num_logprobs[:] = MAX_LOGPROBS
+        batches.append(Batch(arrays, counts, np.zeros(num_seqs, np.int64)))
+    return batches

@@ -1,0 +1,46 @@
+"""A tokenizer of 64 one-character tokens, and engines over the scripted model."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from string import ascii_letters, digits
+from typing import Any
+
+import pytest
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+
+from cupaged.config import EngineConfig
+from cupaged.engine.llm_engine import LLMEngine
+from tests.engine.scripted import VOCAB_SIZE, NextToken, next_token, scripted
+
+ALPHABET = ["<eos>", *(ascii_letters + digits)[: VOCAB_SIZE - 1]]
+EOS = 0
+
+MakeEngine = Callable[..., LLMEngine]
+
+
+@pytest.fixture(scope="session")
+def scripted_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a directory with a tokenizer whose token i is the i-th character of ALPHABET."""
+    path = tmp_path_factory.mktemp("scripted")
+    vocab = {text: i for i, text in enumerate(ALPHABET)}
+    tokenizer = Tokenizer(models.WordLevel(vocab, unk_token="9"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")
+    tokenizer.decoder = decoders.Fuse()
+    tokenizer.add_special_tokens(["<eos>"])
+    tokenizer.save(str(path / "tokenizer.json"))
+    (path / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<eos>"}))
+    return path
+
+
+@pytest.fixture
+def make_engine(scripted_dir: Path) -> MakeEngine:
+    """Return a function that builds an engine over the scripted model."""
+
+    def make(
+        num_blocks: int = 64, late: bool = False, follow: NextToken = next_token, **options: Any
+    ) -> LLMEngine:
+        config = EngineConfig.create(scripted_dir, **{"max_num_seqs": 8, **options})
+        return LLMEngine(config, create_executor=scripted(num_blocks, late, follow))
+
+    return make
