@@ -48,7 +48,7 @@ class Family(NamedTuple):
 
     config: Callable[[HFConfig], ModelConfig]
     weights: Callable[[ModelConfig], list[Weight]]
-    model: ModelFactory
+    Model: ModelFactory
 
 
 def load_model_class(model_type: str) -> Family:
