@@ -149,6 +149,8 @@ def _flatten(message: Message) -> Message:
         if not isinstance(part, Mapping) or part.get("type") != "text":
             kind = part.get("type") if isinstance(part, Mapping) else part
             raise ValueError(f"content part {kind!r} is not text, and this model reads text only")
+        if not isinstance(part.get("text"), str):
+            raise ValueError("content part of type 'text' has no text")
         texts.append(part["text"])
     return {**message, "content": "\n".join(texts)}
 

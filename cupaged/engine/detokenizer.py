@@ -8,9 +8,9 @@ from collections.abc import Sequence
 
 from cupaged.engine.tokenizer import REPLACEMENT, Tokenizer
 
-# Tokens that are decoded again with each new one, as its context.
-_MIN_WINDOW = 4
-_MAX_WINDOW = 16
+_PROMPT_WINDOW = 8  # tokens of the prompt that give the output its context
+_MAX_WINDOW = 16  # tokens decoded again with each new one before the window is cut short
+_MAX_UTF8_BYTES = 4  # of one character
 
 
 class Detokenizer:
@@ -53,6 +53,7 @@ class Detokenizer:
         """Show what was held back; bytes that never became a character are one U+FFFD."""
         if self.stop_string is None:
             self._push(self._stream.flush())
+        if self.stop_string is None:
             self._show(len(self._recent))
 
     @property
@@ -128,20 +129,22 @@ class _TextStream:
         self._tokenizer = tokenizer
         self._skips_special = skips_special
         self._byte_fallback = tokenizer.byte_fallback()
+        self._holds = not self._byte_fallback.is_active  # else it has done so already
         self._window: list[int] = []
         self._shown = ""  # what the window's tokens have shown
-        begin, size = len(prompt_token_ids), _MIN_WINDOW
+        begin, size = len(prompt_token_ids), _PROMPT_WINDOW
         # Further back while the prompt's end shows nothing, for example only special tokens.
         while begin > 0 and not self._shown.strip(REPLACEMENT):
             begin, size = max(0, begin - size), 2 * size
             self._byte_fallback = tokenizer.byte_fallback()
             self._window = [i for token_id in prompt_token_ids[begin:] for i in self._whole(int(token_id))]
             self._shown = self._decode(self._window)
+        self._num_whole = len(self._window)  # tokens of the window before the last characters shown
 
     def feed(self, token_id: int) -> str:
         """Return the text that `token_id` completes."""
         ids = self._whole(token_id)
-        return self._advance(ids, holds=True) if ids else ""
+        return self._advance(ids, holds=self._holds) if ids else ""
 
     def flush(self) -> str:
         """Return what is left: U+FFFD if the tokens end inside a character."""
@@ -158,8 +161,8 @@ class _TextStream:
     def _advance(self, ids: list[int], *, holds: bool) -> str:
         window = self._window + ids
         text = self._decode(window)
-        is_partial = text.endswith(REPLACEMENT)
-        end = len(text) - 1 if holds and is_partial else len(text)
+        is_partial = holds and text.endswith(REPLACEMENT)
+        end = len(text) - is_partial
         # Only a prompt that ends inside a character is shown differently afterwards: the character is ours.
         begin = len(self._shown) if text.startswith(self._shown) else len(self._shown) - 1
         if end <= begin:
@@ -168,12 +171,19 @@ class _TextStream:
                 self._window = window
             return ""
         self._window, self._shown = window, text[:end]
-        if not is_partial and len(window) > _MAX_WINDOW:
-            self._shorten()
+        if len(window) > _MAX_WINDOW:
+            self._shorten(is_partial)
+        if not is_partial:
+            self._num_whole = len(self._window)
         return text[begin:end]
 
-    def _shorten(self) -> None:
-        window = self._window[-_MIN_WINDOW:]
-        shown = self._decode(window)
+    def _shorten(self, is_partial: bool) -> None:
+        """Keep the tokens of the last characters, so that the window still begins with a whole one.
+
+        Where only invalid bytes come there is no such place, but three of them can become a character at most.
+        """
+        window = self._window[-_MAX_UTF8_BYTES:] if is_partial else self._window[self._num_whole :]
+        text = self._decode(window)
+        shown = text[: len(text) - is_partial]
         if shown:  # else the space that decoders strip from a beginning is still to come
-            self._window, self._shown = window, shown
+            self._window, self._shown, self._num_whole = window, shown, 0

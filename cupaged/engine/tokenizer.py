@@ -140,6 +140,7 @@ class ByteFallback:
     def __init__(self, token_ids: Sequence[int], byte_of: Mapping[int, int]) -> None:
         self._token_ids = token_ids
         self._byte_of = byte_of
+        self.is_active = bool(byte_of)
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
 
     def feed(self, token_id: int) -> list[int]:
