@@ -1,4 +1,10 @@
-"""Pack the planned rows into a Batch: njit, from Rows and Blocks straight into one flat host buffer."""
+"""Pack the planned rows into a Batch: njit, from Rows and Blocks straight into one flat host buffer.
+
+Arrays are taken out of their tuples before a loop, never in it: each time costs two atomic counts,
+and dozens of them a sequence would cost more than the packing.
+"""
+
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -38,13 +44,14 @@ class BatchBuffer:
 
     def views(self, bucket: Bucket, num_tail: int) -> BatchArrays:
         """Return the buffer's views for `bucket` with at least `num_tail` words of tail."""
-        needed = buffer_size(bucket, num_tail)
-        if needed > self._words.size:
-            self._words = np.zeros(2 * needed, np.int32)
-            self._views.clear()
-        if bucket not in self._views:
-            self._views[bucket] = view(self._words, bucket)
-        return self._views[bucket]
+        arrays = self._views.get(bucket)
+        if arrays is None:
+            arrays = self._views[bucket] = view(self._words, bucket)
+        if num_tail > arrays.tail.size:
+            self._words = np.zeros(buffer_size(bucket, 2 * num_tail), np.int32)
+            arrays = view(self._words, bucket)
+            self._views = {bucket: arrays}
+        return arrays
 
 
 @njit
@@ -67,6 +74,12 @@ def num_banned(rows: Rows, row: int) -> int:
 
 
 @njit
+def num_history(rows: Rows, row: int) -> int:
+    """Return how many token ids the device needs before it samples for the row again."""
+    return int(rows.num_tokens[row]) if rows.reset[row] and rows.wants_history[row] else 0
+
+
+@njit
 def measure(rows: Rows, blocks: Blocks) -> tuple[int, int, int, int]:
     """Return the planned step's tokens, sequences, widest block table and words of tail."""
     tokens = seqs = width = tail = 0
@@ -76,92 +89,153 @@ def measure(rows: Rows, blocks: Blocks) -> tuple[int, int, int, int]:
             tokens += rows.num_new[row]
             seqs += 1
             width = max(width, blocks.num_blocks[row])
-            tail += num_banned(rows, row)
-            if rows.reset[row] and rows.wants_history[row]:
-                tail += rows.num_tokens[row]
+            tail += num_banned(rows, row) + num_history(rows, row)
     return tokens, seqs, width, tail
 
 
 @njit
-def pack_tokens(rows: Rows, blocks: Blocks, out: BatchArrays, i: int, block_size: int) -> None:
-    """Write ids, positions and slots of sequence i, from query_start[i], and the logits it needs."""
-    row = out.rows[i]
-    first = rows.num_computed_tokens[row]
-    known = rows.num_tokens[row]
-    start = out.query_start[i]
-    logits = out.counts[NUM_LOGITS]
-    for j in range(rows.num_new[row]):
-        p = first + j
-        out.input_ids[start + j] = rows.tokens[row, p] if p < known else 0
-        out.positions[start + j] = p
-        block = blocks.block_tables[row, p // block_size]
-        out.slot_mapping[start + j] = block * block_size + p % block_size
-    if rows.num_prompt_logprobs[row] >= 0:
-        # [prompt_logprobs_end, num_prompt_tokens - 1): each position once, also when it is computed again
-        end = min(first + rows.num_new[row], rows.num_prompt_tokens[row] - 1)
-        for p in range(max(first, rows.prompt_logprobs_end[row]), end):
-            out.logit_index[logits] = start + p - first
-            out.logit_seq[logits] = i
-            out.logit_target[logits] = rows.tokens[row, p + 1]
-            logits += 1
-    if out.flags[i] & SAMPLES:
-        out.logit_index[logits] = start + rows.num_new[row] - 1
-        out.logit_seq[logits] = i
-        out.logit_target[logits] = -1
-        logits += 1
-    out.counts[NUM_LOGITS] = logits
+def pack_order(rows: Rows, out: BatchArrays, serials: NDArray[np.int64]) -> int:
+    """Write rows, serials and query_start, decodes first, each part by arrival; return how many."""
+    running, num_new, serial = rows.running, rows.num_new, rows.serial
+    out_rows, start = out.rows, out.query_start
+    tokens = seqs = 0
+    for decodes in (True, False):
+        for i in range(rows.num_running[0]):
+            row = running[i]
+            if num_new[row] > 0 and (num_new[row] == 1) == decodes:
+                out_rows[seqs] = row
+                start[seqs] = tokens
+                serials[seqs] = serial[row]
+                tokens += num_new[row]
+                seqs += 1
+        if decodes:
+            out.counts[NUM_DECODES] = seqs
+    start[seqs:] = tokens
+    out.counts[NUM_TOKENS] = tokens
+    out.counts[NUM_SEQS] = seqs
+    return seqs
 
 
 @njit
-def pack_row(rows: Rows, blocks: Blocks, out: BatchArrays, i: int) -> None:
-    """Write what sequence i has once: flags, sampling, its block table."""
-    row = out.rows[i]
-    total = rows.num_tokens[row] + rows.num_in_flight[row]
-    end = rows.num_computed_tokens[row] + rows.num_new[row]
-    out.seq_lens[i] = end
-    flags = RESET if rows.reset[row] else 0
-    if end == total:
-        flags |= SAMPLES
-        if rows.num_in_flight[row] > 0:
-            flags |= INPUT_FROM_LAST_TOKEN
-    out.flags[i] = flags
-    out.temperature[i] = rows.temperature[row]
-    out.top_p[i] = rows.top_p[row]
-    out.min_p[i] = rows.min_p[row]
-    out.top_k[i] = rows.top_k[row]
-    out.seed[i, 0] = rows.seed[row, 0]
-    out.seed[i, 1] = rows.seed[row, 1]
-    out.group_index[i] = rows.group_index[row]
-    out.output_position[i] = total - rows.num_prompt_tokens[row]
-    out.num_logprobs[i] = rows.num_logprobs[row]
-    out.num_prompt_logprobs[i] = rows.num_prompt_logprobs[row]
-    held = blocks.num_blocks[row]
-    out.block_tables[i, :held] = blocks.block_tables[row, :held]
-    out.block_tables[i, held:] = -1
+def gather(source: NDArray[Any], order: NDArray[np.int32], target: NDArray[Any]) -> None:
+    """Set target[i] = source[order[i]]."""
+    for i in range(order.size):
+        target[i] = source[order[i]]
 
 
 @njit
-def pack_tail(rows: Rows, out: BatchArrays, num_seqs: int) -> None:
+def pack_sampling(rows: Rows, out: BatchArrays, order: NDArray[np.int32]) -> None:
+    """Write the sampling parameters of the sequences."""
+    gather(rows.temperature, order, out.temperature)
+    gather(rows.top_p, order, out.top_p)
+    gather(rows.min_p, order, out.min_p)
+    gather(rows.top_k, order, out.top_k)
+    gather(rows.seed[:, 0], order, out.seed[:, 0])
+    gather(rows.seed[:, 1], order, out.seed[:, 1])
+    gather(rows.group_index, order, out.group_index)
+    gather(rows.num_logprobs, order, out.num_logprobs)
+    gather(rows.num_prompt_logprobs, order, out.num_prompt_logprobs)
+
+
+@njit
+def pack_flags(rows: Rows, out: BatchArrays, order: NDArray[np.int32]) -> None:
+    """Write what the step does with each sequence: seq_lens, flags, output_position."""
+    num_tokens, in_flight, num_prompt = rows.num_tokens, rows.num_in_flight, rows.num_prompt_tokens
+    computed, num_new, reset = rows.num_computed_tokens, rows.num_new, rows.reset
+    seq_lens, flags, output_position = out.seq_lens, out.flags, out.output_position
+    for i in range(order.size):
+        row = order[i]
+        total = num_tokens[row] + in_flight[row]
+        seq_lens[i] = computed[row] + num_new[row]
+        output_position[i] = total - num_prompt[row]
+        flags[i] = RESET if reset[row] else 0
+        if seq_lens[i] == total:
+            flags[i] |= SAMPLES
+            if in_flight[row] > 0:
+                flags[i] |= INPUT_FROM_LAST_TOKEN
+
+
+@njit
+def pack_tokens(
+    rows: Rows, blocks: Blocks, out: BatchArrays, order: NDArray[np.int32], block_size: int
+) -> None:
+    """Write input ids, positions and slots."""
+    tokens, num_tokens, computed = rows.tokens, rows.num_tokens, rows.num_computed_tokens
+    tables, start = blocks.block_tables, out.query_start
+    input_ids, positions, slot_mapping = out.input_ids, out.positions, out.slot_mapping
+    for i in range(order.size):
+        row = order[i]
+        first, known = computed[row], num_tokens[row]
+        for t in range(start[i], start[i + 1]):
+            p = first + t - start[i]
+            input_ids[t] = tokens[row, p] if p < known else 0
+            positions[t] = p
+            slot_mapping[t] = tables[row, p // block_size] * block_size + p % block_size
+
+
+@njit
+def pack_logits(rows: Rows, out: BatchArrays, order: NDArray[np.int32]) -> None:
+    """Write which positions need logits: of the prompt where wanted, and the last of those that sample."""
+    tokens, num_prompt, computed = rows.tokens, rows.num_prompt_tokens, rows.num_computed_tokens
+    num_logprobs, done = rows.num_prompt_logprobs, rows.prompt_logprobs_end
+    start, flags = out.query_start, out.flags
+    index, seq, target = out.logit_index, out.logit_seq, out.logit_target
+    n = 0
+    for i in range(order.size):
+        row = order[i]
+        first = computed[row]
+        if num_logprobs[row] >= 0:
+            # [prompt_logprobs_end, num_prompt_tokens - 1): each position once, also when it is computed again
+            end = min(first + start[i + 1] - start[i], num_prompt[row] - 1)
+            for p in range(max(first, done[row]), end):
+                index[n] = start[i] + p - first
+                seq[n] = i
+                target[n] = tokens[row, p + 1]
+                n += 1
+        if flags[i] & SAMPLES:
+            index[n] = start[i + 1] - 1
+            seq[n] = i
+            target[n] = -1
+            n += 1
+    out.counts[NUM_LOGITS] = n
+
+
+@njit
+def pack_tables(blocks: Blocks, out: BatchArrays, order: NDArray[np.int32]) -> None:
+    """Write the block tables, -1 past the end of each."""
+    tables, num_blocks, target = blocks.block_tables, blocks.num_blocks, out.block_tables
+    width = 0
+    for i in range(order.size):
+        row = order[i]
+        held = num_blocks[row]
+        for j in range(held):
+            target[i, j] = tables[row, j]
+        for j in range(held, target.shape[1]):
+            target[i, j] = -1
+        width = max(width, held)
+    out.counts[TABLE_WIDTH] = width
+
+
+@njit
+def pack_tail(rows: Rows, out: BatchArrays, order: NDArray[np.int32]) -> None:
     """Write the ragged parts: all banned ids, then all history, each with its starts."""
+    tail, banned, tokens = out.tail, rows.banned_token_ids, rows.tokens
     end = 0
-    for i in range(num_seqs):
+    for i in range(order.size):
         out.banned_start[i] = end
-        row = out.rows[i]
-        n = num_banned(rows, row)
-        out.tail[end : end + n] = rows.banned_token_ids[row, :n]
-        end += n
-    out.banned_start[num_seqs:] = end
-    out.counts[NUM_BANNED] = end
-    history = end
-    for i in range(num_seqs):
-        out.history_start[i] = end - history
-        row = out.rows[i]
-        if rows.reset[row] and rows.wants_history[row]:
-            n = rows.num_tokens[row]
-            out.tail[end : end + n] = rows.tokens[row, :n]
-            end += n
-    out.history_start[num_seqs:] = end - history
-    out.counts[NUM_HISTORY] = end - history
+        for j in range(num_banned(rows, order[i])):
+            tail[end] = banned[order[i], j]
+            end += 1
+    out.banned_start[order.size :] = end
+    first = end
+    for i in range(order.size):
+        out.history_start[i] = end - first
+        for j in range(num_history(rows, order[i])):
+            tail[end] = tokens[order[i], j]
+            end += 1
+    out.history_start[order.size :] = end - first
+    out.counts[NUM_BANNED] = first
+    out.counts[NUM_HISTORY] = end - first
 
 
 @njit
@@ -170,7 +244,6 @@ def pad(out: BatchArrays, num_tokens: int, num_seqs: int) -> None:
     out.input_ids[num_tokens:] = 0
     out.positions[num_tokens:] = 0
     out.slot_mapping[num_tokens:] = -1
-    out.query_start[num_seqs:] = num_tokens
     out.rows[num_seqs:] = -1
     out.seq_lens[num_seqs:] = 0
     out.flags[num_seqs:] = 0
@@ -181,26 +254,14 @@ def pad(out: BatchArrays, num_tokens: int, num_seqs: int) -> None:
 def pack_batch(
     rows: Rows, blocks: Blocks, out: BatchArrays, serials: NDArray[np.int64], block_size: int
 ) -> None:
-    """Write the planned step, decodes first, each part by arrival; `rows` stays as it is."""
+    """Write the planned step into `out` and the serials of its rows; `rows` stays as it is."""
     out.counts[:] = 0
-    tokens = seqs = width = 0
-    for decodes in (True, False):
-        for i in range(rows.num_running[0]):
-            row = rows.running[i]
-            new = rows.num_new[row]
-            if new > 0 and (new == 1) == decodes:
-                out.rows[seqs] = row
-                out.query_start[seqs] = tokens
-                serials[seqs] = rows.serial[row]
-                width = max(width, blocks.num_blocks[row])
-                pack_row(rows, blocks, out, seqs)
-                pack_tokens(rows, blocks, out, seqs, block_size)
-                tokens += new
-                seqs += 1
-        if decodes:
-            out.counts[NUM_DECODES] = seqs
-    out.counts[NUM_TOKENS] = tokens
-    out.counts[NUM_SEQS] = seqs
-    out.counts[TABLE_WIDTH] = width
-    pack_tail(rows, out, seqs)
-    pad(out, tokens, seqs)
+    num_seqs = pack_order(rows, out, serials)
+    order = out.rows[:num_seqs]
+    pack_sampling(rows, out, order)
+    pack_flags(rows, out, order)
+    pack_tokens(rows, blocks, out, order, block_size)
+    pack_logits(rows, out, order)
+    pack_tables(blocks, out, order)
+    pack_tail(rows, out, order)
+    pad(out, out.counts[NUM_TOKENS], num_seqs)

@@ -145,17 +145,14 @@ def compact(rows: Rows) -> None:
 
 
 @njit
-def append_token(rows: Rows, row: int, token_id: int) -> int:
-    """Append a sampled token; return the FinishReason it brings, or NOT_FINISHED."""
-    n = rows.num_tokens[row]
-    rows.tokens[row, n] = token_id
-    rows.num_tokens[row] = n + 1
-    for stop in rows.stop_token_ids[row]:
-        if stop < 0:
-            break
-        if stop == token_id:
-            return STOP
-    return LENGTH if n + 1 >= rows.max_total_tokens[row] else NOT_FINISHED
+def is_stop(stop_token_ids: NDArray[np.int32], row: int, token_id: int) -> bool:
+    """Return whether the row ends with this token."""
+    i = 0
+    while stop_token_ids[row, i] >= 0:
+        if stop_token_ids[row, i] == token_id:
+            return True
+        i += 1
+    return False
 
 
 class StepRows(NamedTuple):
@@ -176,20 +173,29 @@ def apply_output(
 
     num_appended becomes -1 where the row has meanwhile been given up: its result is nobody's.
     """
+    tokens, num_tokens, max_total = rows.tokens, rows.num_tokens, rows.max_total_tokens
+    serial, num_in_flight, stop_token_ids = rows.serial, rows.num_in_flight, rows.stop_token_ids
+    step_rows, serials, flags, sampled, num_sampled = step
     ended = False
-    for i in range(step.rows.size):
-        row = step.rows[i]
+    for i in range(step_rows.size):
+        row = step_rows[i]
         num_appended[i] = 0
         reasons[i] = NOT_FINISHED
-        if rows.serial[row] != step.serials[i]:
+        if serial[row] != serials[i]:
             num_appended[i] = -1
             continue
-        samples = (step.flags[i] & SAMPLES) != 0
-        assert samples == (step.num_tokens[i] > 0), "tokens from a sequence that did not sample, or none"
-        rows.num_in_flight[row] -= samples
-        for j in range(step.num_tokens[i]):
-            reasons[i] = append_token(rows, row, step.token_ids[i, j])
+        samples = (flags[i] & SAMPLES) != 0
+        assert samples == (num_sampled[i] > 0), "tokens from a sequence that did not sample, or none"
+        num_in_flight[row] -= samples
+        for j in range(num_sampled[i]):
+            n = num_tokens[row]
+            tokens[row, n] = sampled[i, j]
+            num_tokens[row] = n + 1
             num_appended[i] += 1
+            if is_stop(stop_token_ids, row, sampled[i, j]):
+                reasons[i] = STOP
+            elif n + 1 >= max_total[row]:
+                reasons[i] = LENGTH
             if reasons[i] != NOT_FINISHED:
                 release(rows, blocks, row)
                 ended = True
