@@ -6,7 +6,7 @@ cache folder is named by a hash over all our sources, Numba's and LLVM's version
 
 import hashlib
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, TypeVar, overload
 
@@ -15,6 +15,7 @@ import numba
 from llvmlite import __version__ as llvmlite_version
 
 from cupaged.paths import user_cache_dir
+from cupaged.threads import launch_threads
 
 F = TypeVar("F", bound=Callable[..., Any])
 prange = numba.prange
@@ -39,14 +40,20 @@ CACHE_DIR = str(user_cache_dir() / "numba" / source_key(Path(__file__).parent))
 @overload
 def njit(function: F) -> F: ...
 @overload
-def njit(**options: Any) -> Callable[[F], F]: ...
-def njit(function: F | None = None, **options: Any) -> Any:
-    """Compile `function` without the GIL, cached in our folder; the host program's setting is kept."""
+def njit(*, signatures: Sequence[str] | None = None, **options: Any) -> Callable[[F], F]: ...
+def njit(function: F | None = None, *, signatures: Sequence[str] | None = None, **options: Any) -> Any:
+    """Compile `function` without the GIL, cached in our folder; the host program's setting is kept.
+
+    With `signatures` it is compiled at once, for those alone: a C-contiguous array then also serves
+    where a strided one is declared, and nothing is compiled while requests are served.
+    """
     if function is None:
-        return lambda f: njit(f, **options)
+        return lambda f: njit(f, signatures=signatures, **options)
+    if options.get("parallel"):
+        launch_threads()
     config: Any = numba.config
     before, config.CACHE_DIR = config.CACHE_DIR, CACHE_DIR
     try:
-        return numba.njit(function, cache=True, nogil=True, **options)
+        return numba.njit(signatures, cache=True, nogil=True, **options)(function)
     finally:
         config.CACHE_DIR = before

@@ -1,0 +1,235 @@
+"""CpuBackend: NumPy arrays, the kernels' CPU twins, Numba's threads.
+
+Activations are float32. The KV cache is float32, or bfloat16 (as uint16) where the model is. Weights are
+read in any float type and held as float32 panels.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+from numpy.typing import NDArray
+
+from cupaged.backend.arena import Arena
+from cupaged.backend.base import Array, KVCacheView, LogprobArrays, Part
+from cupaged.batch import Batch
+from cupaged.config import ModelConfig
+from cupaged.kernels import linear, logprobs, paged_attention, rms_norm, rope_kv_write, rows, sample, silu_mul
+from cupaged.kernels.linear import PackedLinear
+from cupaged.threads import ParallelRegion
+
+_KV_DTYPES = {"float32": np.float32, "float16": np.float32, "bfloat16": ml_dtypes.bfloat16}
+_NONE = np.empty(0, np.float32)
+
+
+def _float_rows(parts: Sequence[NDArray[Any]], first: int, last: int) -> NDArray[np.float32]:
+    """Return the rows [first, last) of the parts stacked, as float32."""
+    taken = []
+    for part in parts:
+        taken.append(part[max(first, 0) : max(last, 0)].astype(np.float32))
+        first, last = first - len(part), last - len(part)
+    return np.concatenate(taken)
+
+
+class CpuBackend:
+    """Arithmetic on the host's CPU; see base.Backend."""
+
+    name = "cpu"
+
+    def __init__(self, dtype: str, num_threads: int | None = None) -> None:
+        if dtype not in _KV_DTYPES:
+            raise ValueError(f"dtype={dtype!r} is not supported on the CPU; use one of {sorted(_KV_DTYPES)}")
+        self.dtype = np.dtype(np.float32)
+        self.kv_dtype = np.dtype(_KV_DTYPES[dtype])
+        self._arena = Arena()
+        self._parallel = ParallelRegion(num_threads)
+
+    def available_memory(self) -> int:
+        """Return the bytes that the machine can still give."""
+        try:
+            with open("/proc/meminfo", encoding="ascii") as lines:
+                for line in lines:
+                    if line.startswith("MemAvailable:"):
+                        return int(line.split()[1]) * 1024
+        except FileNotFoundError:
+            pass
+        return 4 << 30  # unknown system: a size that any machine for this work has
+
+    def create_pool(self, num_blocks: int, block_size: int, config: ModelConfig) -> Array:
+        """Return a KV cache pool; its contents are undefined."""
+        shape = (num_blocks, config.num_layers, 2, config.num_kv_heads, block_size, config.head_dim)
+        return np.empty(shape, self.kv_dtype)
+
+    def copy_blocks(self, source: Array, target: Array, pairs: Array) -> None:
+        """Copy whole blocks from pool to pool."""
+        rows.copy_blocks_cpu(_words(source), _words(target), pairs)
+
+    def from_host(self, array: NDArray[Any]) -> Array:
+        """Return the array itself: host and device are one."""
+        return array
+
+    def to_host(self, array: Array) -> NDArray[Any]:
+        """Return the array itself."""
+        return np.asarray(array)
+
+    def upload(self, batch: Batch) -> Batch:
+        """Return the batch itself."""
+        return batch
+
+    def measure(self, run: Callable[[], Any]) -> int:
+        """Return the arena bytes that `run` needs, without memory and without arithmetic."""
+        return self._arena.measure(run)
+
+    def create_arena(self, num_bytes: int) -> None:
+        """Allocate what operations return their results in."""
+        self._arena.create(num_bytes)
+
+    def begin_forward(self) -> None:
+        """Free all results."""
+        self._arena.begin_forward()
+
+    def begin_layer(self) -> None:
+        """Free the results of the layer before the last one."""
+        self._arena.begin_layer()
+
+    def prepare_linear(
+        self, parts: Sequence[Part], bias: Sequence[NDArray[Any]] | None = None, scheme: str | None = None
+    ) -> PackedLinear:
+        """Pack the parts' weights, stacked along the output."""
+        if scheme is not None:
+            raise ValueError(f"quantization scheme {scheme!r} is not supported yet; use float weights")
+        weights = [part["weight"] for part in parts]
+        joined = None if bias is None else _float_rows(bias, 0, sum(map(len, bias)))
+        return linear.pack_linear(lambda a, b: _float_rows(weights, a, b), joined, sum(map(len, weights)))
+
+    def prepare_vector(self, weight: NDArray[Any]) -> Array:
+        """Return a float32 copy."""
+        return np.array(weight, np.float32)
+
+    def linear(self, x: Array, weight: PackedLinear) -> Array:
+        """Return x @ weight.T + bias."""
+        out = self._arena.take((x.shape[0], weight.out_features), np.float32)
+        self._run(linear.linear_cpu, x, weight.panels, weight.bias, out)
+        return out
+
+    def embedding(self, ids: Array, weight: PackedLinear) -> Array:
+        """Return the rows `ids` of the weight."""
+        out = self._arena.take((ids.shape[0], weight.panels.shape[1]), np.float32)
+        self._run(linear.embedding_cpu, ids, weight.panels, out)
+        return out
+
+    def rms_norm(self, x: Array, weight: Array, eps: float, residual: Array | None = None) -> Array:
+        """Return norm(x), or do residual += x and return norm(residual)."""
+        out = self._arena.take(x.shape, np.float32)
+        if residual is None:
+            self._run(rms_norm.rms_norm_cpu, x, weight, eps, out)
+        else:
+            self._run(rms_norm.add_rms_norm_cpu, x, weight, eps, residual, out)
+        return out
+
+    def rope_kv_write(
+        self,
+        q: Array,
+        k: Array,
+        v: Array,
+        kv: KVCacheView,
+        batch: Batch,
+        cos_sin: Array,
+        q_norm: Array | None = None,
+        k_norm: Array | None = None,
+        eps: float = 0.0,
+    ) -> None:
+        """Norm and rotate q and k in place, write k and v to their slots."""
+        norms = (_NONE if q_norm is None else q_norm, _NONE if k_norm is None else k_norm)
+        place = (_words(kv.pool), kv.layer, batch.positions, batch.slot_mapping)
+        self._run(rope_kv_write.rope_kv_write_cpu, q, k, v, *place, cos_sin, *norms, eps)
+
+    def paged_attention(
+        self,
+        q: Array,
+        kv: KVCacheView,
+        batch: Batch,
+        scale: float,
+        sliding_window: int = 0,
+        softcap: float = 0.0,
+        sinks: Array | None = None,
+    ) -> Array:
+        """Return each query's attention over the cached keys up to its own."""
+        out = self._arena.take(q.shape, np.float32)
+        sequences = (batch.block_tables, batch.query_start, batch.seq_lens, batch.num_decodes)
+        mask = (scale, sliding_window, softcap, _NONE if sinks is None else sinks)
+        args = (q, _words(kv.pool), kv.layer, *sequences, *mask, out)
+        if batch.num_decodes > 0:
+            self._run(paged_attention.paged_attention_decode_cpu, *args)
+        if batch.num_decodes < batch.num_seqs:
+            self._run(paged_attention.paged_attention_prefill_cpu, *args)
+        return out.reshape(q.shape[0], -1)
+
+    def silu_mul(self, gate_up: Array) -> Array:
+        """Return silu(gate) * up."""
+        out = self._arena.take((gate_up.shape[0], gate_up.shape[1] // 2), np.float32)
+        self._run(silu_mul.silu_mul_cpu, gate_up, out)
+        return out
+
+    def gather_rows(self, x: Array, index: Array) -> Array:
+        """Return x[index]."""
+        out = self._arena.take((index.shape[0], x.shape[1]), np.float32)
+        self._run(rows.gather_rows_cpu, x, index, out)
+        return out
+
+    def load_last_tokens(self, batch: Batch, last_token: Array) -> None:
+        """Copy rows of last_token, then fill the inputs that ask for it."""
+        if not self._arena.measuring:
+            rows.load_last_tokens_cpu(
+                batch.row_copy, batch.rows, batch.flags, batch.query_start, last_token, batch.input_ids
+            )
+
+    def sample(self, logits: Array, batch: Batch, first: int, token_ids: Array) -> None:
+        """Set token_ids of the sequences that sample in these rows."""
+        where = slice(first, first + logits.shape[0])
+        filters = (batch.temperature, batch.top_k, batch.top_p, batch.min_p)
+        random = (batch.seed, batch.group_index, batch.output_position)
+        self._run(
+            sample.sample_cpu,
+            logits,
+            batch.logit_seq[where],
+            batch.logit_target[where],
+            *filters,
+            *random,
+            batch.banned_start,
+            batch.banned,
+            token_ids,
+        )
+
+    def logprobs(
+        self, logits: Array, batch: Batch, first: int, token_ids: Array, num_top: int
+    ) -> LogprobArrays:
+        """Return log-probabilities of each row's target, or of its sampled token, and the top ones."""
+        n = logits.shape[0]
+        out = LogprobArrays(
+            self._arena.take((n, 1 + num_top), np.int32),
+            self._arena.take((n, 1 + num_top), np.float32),
+            self._arena.take((n,), np.int32),
+        )
+        where = slice(first, first + n)
+        self._run(
+            logprobs.logprobs_cpu, logits, batch.logit_seq[where], batch.logit_target[where], token_ids, *out
+        )
+        return out
+
+    def store_last_tokens(self, batch: Batch, token_ids: Array, last_token: Array) -> None:
+        """Set last_token[row] for the sequences that sampled."""
+        if not self._arena.measuring:
+            rows.store_last_tokens_cpu(batch.rows, batch.flags, token_ids, last_token)
+
+    def _run(self, kernel: Callable[..., None], *args: Any) -> None:
+        """Run a kernel on this backend's threads; not while only sizes are counted."""
+        if not self._arena.measuring:
+            with self._parallel:
+                kernel(*args)
+
+
+def _words(pool: Array) -> Array:
+    """Return the pool as the kernels take it: bfloat16 as its bits."""
+    return pool.view(np.uint16) if pool.dtype == ml_dtypes.bfloat16 else pool

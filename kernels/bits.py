@@ -1,0 +1,89 @@
+"""Floats from their bits, and the exponential that LLVM can vectorise because it is made of them."""
+
+from typing import Any
+
+import numpy as np
+from llvmlite import ir
+from numba import types
+from numba.extending import intrinsic, overload
+
+from cupaged.jit import njit
+
+
+def float_from_bits(bits: Any) -> Any:
+    """Return the float32 whose bits are the int32 `bits`."""
+    return np.array(bits, np.int32).view(np.float32)[()]
+
+
+@intrinsic
+def _bitcast(_context: Any, _bits: Any) -> Any:
+    def emit(_context: Any, builder: Any, _signature: Any, args: Any) -> Any:
+        return builder.bitcast(args[0], ir.FloatType())
+
+    return types.float32(types.int32), emit
+
+
+@overload(float_from_bits, strict=False)
+def _float_from_bits(bits: Any) -> Any:
+    return lambda bits: _bitcast(bits)
+
+
+def load(x: Any) -> Any:
+    """Return a float32 or bfloat16 (as uint16) number as float32."""
+    return x if isinstance(x, np.float32) else float_from_bits(np.int32(x) << 16)
+
+
+@overload(load, strict=False)
+def _load(x: Any) -> Any:
+    if x == types.float32:
+        return lambda x: x
+    return lambda x: _bitcast(np.int32(np.int32(x) << 16))
+
+
+def store(like: Any, x: Any) -> Any:
+    """Return the float32 x in the form of `like`: float32, or bfloat16 (as uint16) rounded to even."""
+    if isinstance(like, np.float32):
+        return x
+    bits = int(np.array(x, np.float32).view(np.uint32))
+    return np.uint16(((bits >> 16) | 0x40) if x != x else (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16)
+
+
+@intrinsic
+def _float_bits(_context: Any, _x: Any) -> Any:
+    def emit(_context: Any, builder: Any, _signature: Any, args: Any) -> Any:
+        return builder.bitcast(args[0], ir.IntType(32))
+
+    return types.uint32(types.float32), emit
+
+
+@overload(store, strict=False)
+def _store(like: Any, x: Any) -> Any:
+    if like == types.float32:
+        return lambda like, x: x
+
+    def rounded(like: Any, x: Any) -> Any:
+        bits = np.uint64(_float_bits(np.float32(x)))
+        high = bits >> np.uint64(16)
+        if x != x:
+            return np.uint16(high | np.uint64(0x40))
+        return np.uint16((bits + np.uint64(0x7FFF) + (high & np.uint64(1))) >> np.uint64(16))
+
+    return rounded
+
+
+@njit
+def exp(x: Any) -> Any:
+    """Return e**x in float32 for x <= 0, within 2 ulp; 0 below -87."""
+    y = max(x, np.float32(-87.0))
+    n = np.int32(y * np.float32(1.44269504) - np.float32(0.5))  # truncation rounds to nearest, as y <= 0
+    k = np.float32(n)
+    r = (y - k * np.float32(0.693359375)) + k * np.float32(2.12194440e-4)
+    p = np.float32(1.9875691500e-4)
+    p = p * r + np.float32(1.3981999507e-3)
+    p = p * r + np.float32(8.3334519073e-3)
+    p = p * r + np.float32(4.1665795894e-2)
+    p = p * r + np.float32(1.6666665459e-1)
+    p = p * r + np.float32(5.0000001201e-1)
+    p = (p * r * r + r) + np.float32(1.0)
+    power = float_from_bits(np.int32((n + np.int32(127)) << np.int32(23)))
+    return np.float32(0.0) if x < np.float32(-87.0) else p * power
