@@ -17,8 +17,8 @@ import numpy as np
 
 from cupaged.batch import Batch, StepOutput
 from cupaged.config import EngineConfig
-from cupaged.engine.request import Request
 from cupaged.engine.detokenizer import Detokenizer
+from cupaged.engine.request import Request
 from cupaged.engine.tokenizer import Tokenizer
 from cupaged.hub import resolve_model
 from cupaged.outputs import RequestMetrics, RequestOutput
@@ -52,6 +52,7 @@ class LLMEngine:
         self.model_config = self.executor.model_config
         self.max_model_len = self.executor.plan.max_model_len
         self.num_kv_blocks = self.executor.plan.num_blocks
+        self.kv_block_bytes = self.executor.plan.block_bytes
         generation = _read_generation_config(model_dir) if config.generation_config == "auto" else {}
         self.default_sampling_params = _sampling_defaults(generation)
         self.eos_token_ids = frozenset(

@@ -31,6 +31,7 @@ class CachePlan:
     """How many KV blocks there are and how long a sequence may be; found out at start."""
 
     num_blocks: int
+    block_bytes: int
     max_model_len: int
 
 
@@ -51,22 +52,18 @@ class Worker:
         num_weights = sum(prod(weight.shape) for weight in table)
         self.plan = plan_cache(config, self.model_config, backend, num_weights * backend.dtype.itemsize)
         weights = Checkpoint(model_dir, table, rank=communicator.rank, size=communicator.size)
-        self._model = family.model(
+        self._model = family.Model(
             self.model_config, backend, communicator, weights, max_model_len=self.plan.max_model_len
         )
         self._kv_cache = KVCache(backend, self.model_config, self.plan.num_blocks, config.block_size)
         self._sampler = Sampler(backend, self._model, config.max_num_seqs)
-        backend.create_arena(max(backend.measure(partial(self._run, b)) for b in largest_batches(config)))
+        backend.create_arena(max(backend.measure(partial(self.execute, b)) for b in largest_batches(config)))
 
     def execute(self, batch: Batch) -> StepOutput:
         """Run one step."""
-        with self._backend.exclusive():
-            return self._run(batch)
-
-    def _run(self, host: Batch) -> StepOutput:
         backend = self._backend
         backend.begin_forward()
-        batch = backend.upload(host)
+        host, batch = batch, backend.upload(batch)
         self._kv_cache.apply(batch)
         backend.load_last_tokens(batch, self._sampler.last_token)
         hidden = self._model.forward(batch, self._kv_cache)
@@ -107,7 +104,7 @@ def plan_cache(config: EngineConfig, model: ModelConfig, backend: Backend, weigh
             capacity,
             num_blocks,
         )
-    return CachePlan(num_blocks=num_blocks, max_model_len=min(wanted, capacity))
+    return CachePlan(num_blocks=num_blocks, block_bytes=per_block, max_model_len=min(wanted, capacity))
 
 
 def longest_position(model: ModelConfig) -> int:

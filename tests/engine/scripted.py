@@ -62,7 +62,7 @@ class ScriptedExecutor:
         late: bool = False,
         follow: NextToken = next_token,
     ) -> None:
-        self.plan = CachePlan(num_blocks=num_blocks, max_model_len=config.max_model_len or 256)
+        self.plan = CachePlan(num_blocks=num_blocks, block_bytes=1, max_model_len=config.max_model_len or 256)
         self.model_config = MODEL_CONFIG
         self.max_in_flight = 2 if late else 1
         self.is_closed = False

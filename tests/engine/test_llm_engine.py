@@ -216,7 +216,7 @@ def test_request_id_in_use_is_refused(make_engine: MakeEngine) -> None:
     engine = make_engine()
     engine.add_request("r", PROMPT, greedy())
 
-    with pytest.raises(ValueError, match="'r' is running already"):
+    with pytest.raises(ValueError, match="'r' is in use"):
         engine.add_request("r", PROMPT, greedy())
 
 
