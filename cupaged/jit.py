@@ -1,12 +1,15 @@
 """Numba as the whole project uses it: `njit`, cached in a folder of our own.
 
-The on-disk cache does not notice an edit in a function that was imported from another file, so the
-cache folder is named by a hash over all our sources, Numba's and LLVM's version and the CPU.
+The on-disk cache does not notice an edit in a function that was imported from another file, so a
+module's cache folder is named by a hash over its own source, that of all our modules that it imports, at
+any depth, Python's, Numba's and LLVM's version and the CPU.
 """
 
+import ast
+import functools
 import hashlib
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, TypeVar, overload
 
@@ -20,39 +23,71 @@ from cupaged.threads import launch_threads
 F = TypeVar("F", bound=Callable[..., Any])
 prange = numba.prange
 
+ROOT = Path(__file__).parent  # of the package; models and kernels are links in it
 
-def source_key(root: Path) -> str:
-    """Return a hash over every .py file of the package at `root`, Numba, llvmlite and the CPU."""
+
+def _imported_names(source: str) -> Iterator[str]:
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            yield from (name.name for name in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            yield node.module
+            yield from (f"{node.module}.{name.name}" for name in node.names)
+
+
+def source_files(path: Path, root: Path) -> list[Path]:
+    """Return `path` and all modules of the package at `root` that it imports, at any depth, sorted."""
+    found: set[Path] = set()
+    pending = [path]
+    while pending:
+        path = pending.pop()
+        if path in found or not path.is_file():
+            continue
+        found.add(path)
+        for name in _imported_names(path.read_text(encoding="utf-8")):
+            package, *parts = name.split(".")
+            if package == root.name:
+                place = root.joinpath(*parts)
+                pending += [place.with_suffix(".py"), place / "__init__.py"]
+    return sorted(found)
+
+
+@functools.cache
+def source_key(path: Path, root: Path = ROOT) -> str:
+    """Return a hash over all that decides what the njit functions of the module at `path` compile to."""
     digest = hashlib.sha256()
     for name in (numba.__version__, llvmlite_version, sys.version, llvmlite.binding.get_host_cpu_name()):
         digest.update(name.encode())
     digest.update(llvmlite.binding.get_host_cpu_features().flatten().encode())
-    for folder in (root, root / "models", root / "kernels"):  # rglob does not follow the two links
-        for path in sorted(folder.rglob("*.py")):
-            digest.update(path.relative_to(root).as_posix().encode())
-            digest.update(path.read_bytes())
+    for file in source_files(path, root):
+        digest.update(file.relative_to(root).as_posix().encode() if root in file.parents else b"")
+        digest.update(file.read_bytes())
     return digest.hexdigest()[:16]
 
 
-CACHE_DIR = str(user_cache_dir() / "numba" / source_key(Path(__file__).parent))
+def cache_dir(module: str) -> str:
+    """Return the cache folder of the module at the path `module`."""
+    return str(user_cache_dir() / "numba" / source_key(Path(module)))
 
 
 @overload
 def njit(function: F) -> F: ...
 @overload
-def njit(*, signatures: Sequence[str] | None = None, **options: Any) -> Callable[[F], F]: ...
-def njit(function: F | None = None, *, signatures: Sequence[str] | None = None, **options: Any) -> Any:
+def njit(
+    function: None = None, *, signatures: Sequence[str] | None = None, **options: Any
+) -> Callable[[F], F]: ...
+def njit(function: Any = None, *, signatures: Sequence[str] | None = None, **options: Any) -> Any:
     """Compile `function` without the GIL, cached in our folder; the host program's setting is kept.
 
     With `signatures` it is compiled at once, for those alone: a C-contiguous array then also serves
     where a strided one is declared, and nothing is compiled while requests are served.
     """
     if function is None:
-        return lambda f: njit(f, signatures=signatures, **options)
+        return functools.partial(njit, signatures=signatures, **options)
     if options.get("parallel"):
         launch_threads()
     config: Any = numba.config
-    before, config.CACHE_DIR = config.CACHE_DIR, CACHE_DIR
+    before, config.CACHE_DIR = config.CACHE_DIR, cache_dir(function.__code__.co_filename)
     try:
         return numba.njit(signatures, cache=True, nogil=True, **options)(function)
     finally:

@@ -60,6 +60,10 @@ class Arena:
         self._start = self._used = self._base + half * (self._layer % 2)
         self._end = self._start + half
 
+    def rewind_layer(self) -> None:
+        """Free what was made since the last begin_layer."""
+        self._used = self._start
+
     def take(self, shape: tuple[int, ...], dtype: Any) -> NDArray[Any]:
         """Return an array of `shape`, its contents undefined."""
         kind = np.dtype(dtype)
@@ -77,4 +81,5 @@ class Arena:
         assert self._used <= self._end, (
             f"arena: {shape} {kind} ends at byte {self._used}, its region at {self._end} of {self.num_bytes}"
         )
-        return self._memory[first : first + count * kind.itemsize].view(kind).reshape(shape)
+        memory: NDArray[Any] = self._memory[first : first + count * kind.itemsize].view(kind)
+        return memory.reshape(shape)

@@ -93,6 +93,10 @@ class CpuBackend:
         """Free the results of the layer before the last one."""
         self._arena.begin_layer()
 
+    def rewind_layer(self) -> None:
+        """Free the results since the last begin_layer."""
+        self._arena.rewind_layer()
+
     def prepare_linear(
         self, parts: Sequence[Part], bias: Sequence[NDArray[Any]] | None = None, scheme: str | None = None
     ) -> PackedLinear:
