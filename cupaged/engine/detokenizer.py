@@ -180,7 +180,7 @@ class _TextStream:
     def _shorten(self, is_partial: bool) -> None:
         """Keep the tokens of the last characters, so that the window still begins with a whole one.
 
-        Where only invalid bytes come there is no such place, but three of them can become a character at most.
+        Where only invalid bytes come there is no such place, but only the last three can become a character.
         """
         window = self._window[-_MAX_UTF8_BYTES:] if is_partial else self._window[self._num_whole :]
         text = self._decode(window)
