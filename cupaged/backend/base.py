@@ -72,7 +72,8 @@ class Backend(Protocol):
 
     def from_host(self, array: NDArray[Any]) -> Array: ...
 
-    def to_host(self, array: Array) -> NDArray[Any]: ...
+    def to_host(self, array: Array) -> NDArray[Any]:
+        """Return a copy that the caller owns."""
 
     def upload(self, batch: Batch) -> Batch: ...
 

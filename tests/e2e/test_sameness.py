@@ -1,0 +1,99 @@
+"""The same request gives the same tokens alone, batched, in chunks, and preempted: bit for bit, no tolerance."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from cupaged import LLM, SamplingParams
+
+NUM_REQUESTS = 32
+MAX_MODEL_LEN = 128
+
+Case = tuple[list[int], SamplingParams]
+Result = tuple[list[int], str, list[float]]
+
+
+def cases(temperature: float) -> list[Case]:
+    """Return 32 requests of mixed lengths."""
+    rng = np.random.default_rng(7)
+    made = []
+    for i in range(NUM_REQUESTS):
+        prompt = rng.integers(3, 90, int(rng.integers(1, 60))).tolist()
+        params = SamplingParams(
+            temperature=temperature,
+            top_p=0.9,
+            seed=i,
+            max_tokens=int(rng.integers(1, 40)),
+            ignore_eos=True,
+            logprobs=1,
+        )
+        made.append((prompt, params))
+    return made
+
+
+def generate(llm: LLM, requests: list[Case]) -> list[Result]:
+    """Return token ids, text and log-probabilities of each request, sent together."""
+    prompts, params = zip(*requests, strict=True)
+    outputs = llm.generate(list(prompts), list(params), use_tqdm=False)
+    results = []
+    for output in outputs:
+        completion = output.outputs[0]
+        assert completion.logprobs is not None
+        values = [
+            entry[i].logprob for entry, i in zip(completion.logprobs, completion.token_ids, strict=True)
+        ]
+        results.append((completion.token_ids, completion.text, values))
+    return results
+
+
+@pytest.fixture(scope="module", params=["float32", "bfloat16"])
+def dtype(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@pytest.fixture(scope="module", params=[0.0, 1.0], ids=["greedy", "seeded"])
+def requests(request: pytest.FixtureRequest) -> list[Case]:
+    return cases(request.param)
+
+
+@pytest.fixture(scope="module")
+def alone(tiny_llama_dir: Path, dtype: str, requests: list[Case]) -> Iterator[list[Result]]:
+    """Return each request's result when nothing else runs."""
+    with LLM(tiny_llama_dir, dtype=dtype, max_model_len=MAX_MODEL_LEN) as llm:
+        yield [generate(llm, [case])[0] for case in requests]
+
+
+def test_batched_together(
+    tiny_llama_dir: Path, dtype: str, requests: list[Case], alone: list[Result]
+) -> None:
+    with LLM(tiny_llama_dir, dtype=dtype, max_model_len=MAX_MODEL_LEN) as llm:
+        assert generate(llm, requests) == alone
+        assert llm.engine.num_steps < sum(len(tokens) for tokens, _, _ in alone)
+
+
+def test_prefilled_in_chunks_of_seven_tokens(
+    tiny_llama_dir: Path, dtype: str, requests: list[Case], alone: list[Result]
+) -> None:
+    with LLM(tiny_llama_dir, dtype=dtype, max_model_len=MAX_MODEL_LEN, max_num_batched_tokens=7) as llm:
+        assert generate(llm, requests) == alone
+
+
+@pytest.mark.parametrize("block_size", [16, 32])
+def test_preempted_and_recomputed(
+    tiny_llama_dir: Path, dtype: str, requests: list[Case], alone: list[Result], block_size: int
+) -> None:
+    # The probe tells the bytes of a block, whatever the model's shape.
+    with LLM(tiny_llama_dir, dtype=dtype, block_size=block_size, max_model_len=MAX_MODEL_LEN) as probe:
+        memory = probe.engine.kv_block_bytes * (MAX_MODEL_LEN // block_size + 2)
+    with LLM(
+        tiny_llama_dir,
+        dtype=dtype,
+        block_size=block_size,
+        max_model_len=MAX_MODEL_LEN,
+        kv_cache_memory=memory,
+    ) as llm:
+        assert generate(llm, requests) == alone
+        assert llm.engine.scheduler.num_preemptions > 0
+        assert llm.engine.scheduler.kv_usage == 0

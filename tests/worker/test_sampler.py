@@ -1,0 +1,131 @@
+"""Sampler: rows in chunks, greedy and seeded rows, log-probabilities only of those who asked."""
+
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from cupaged.backend.cpu import CpuBackend
+from cupaged.batch import NUM_COUNTS, Batch, Bucket, Count, Flag, buffer_size, view
+from cupaged.worker.sampler import LOGITS_CHUNK, Sampler
+
+VOCAB_SIZE = 11
+
+
+class HiddenIsLogits:
+    """A model whose hidden states are its logits."""
+
+    def __init__(self) -> None:
+        self.rows_seen: list[int] = []
+
+    def forward(self, batch: Batch, kv_cache: Any) -> Any:
+        raise NotImplementedError
+
+    def logits(self, hidden: NDArray[np.float32]) -> NDArray[np.float32]:
+        self.rows_seen.append(len(hidden))
+        return hidden
+
+
+def make_batch(num_seqs: int, targets: list[list[int]] | None = None) -> Batch:
+    """Return greedy sequences; sequence i scores the prompt tokens targets[i], then samples."""
+    targets = targets or [[] for _ in range(num_seqs)]
+    num_logits = num_seqs + sum(map(len, targets))
+    bucket = Bucket(num_logits, num_seqs, 1)
+    arrays = view(np.zeros(buffer_size(bucket, 0), np.int32), bucket)
+    counts = np.zeros(NUM_COUNTS, np.int32)
+    counts[[Count.NUM_TOKENS, Count.NUM_SEQS, Count.NUM_LOGITS]] = num_logits, num_seqs, num_logits
+    arrays.flags[:] = Flag.SAMPLES
+    arrays.rows[:] = np.arange(num_seqs)
+    arrays.num_logprobs[:] = -1
+    arrays.num_prompt_logprobs[:] = -1
+    arrays.logit_index[:] = np.arange(num_logits)
+    arrays.logit_seq[:] = np.repeat(np.arange(num_seqs), [len(t) + 1 for t in targets])
+    arrays.logit_target[:] = [target for t in targets for target in [*t, -1]]
+    return Batch(arrays, counts, np.zeros(num_seqs, np.int64))
+
+
+def make_sampler(max_num_seqs: int) -> tuple[Sampler, HiddenIsLogits]:
+    backend, model = CpuBackend("float32", num_threads=1), HiddenIsLogits()
+    backend.create_arena(1 << 20)
+    return Sampler(backend, model, max_num_seqs), model
+
+
+def random_logits(num_rows: int) -> NDArray[np.float32]:
+    return np.random.default_rng(3).standard_normal((num_rows, VOCAB_SIZE)).astype(np.float32)
+
+
+def test_more_rows_than_a_chunk_are_sampled_chunk_by_chunk() -> None:
+    num_seqs = 2 * LOGITS_CHUNK + 3
+    sampler, model = make_sampler(num_seqs)
+    hidden, batch = random_logits(num_seqs), make_batch(num_seqs)
+
+    output = sampler.sample(hidden, batch, batch)
+
+    assert model.rows_seen == [LOGITS_CHUNK, LOGITS_CHUNK, 3]
+    assert output.token_ids[:, 0].tolist() == hidden.argmax(1).tolist()
+    assert output.num_tokens.tolist() == [1] * num_seqs
+    assert output.logprobs is None
+    assert sampler.last_token.tolist() == hidden.argmax(1).tolist()
+
+
+def test_a_sequence_that_does_not_sample_has_no_token() -> None:
+    sampler, _ = make_sampler(2)
+    batch = make_batch(2)
+    batch.flags[1] = 0
+    counts = batch.arrays.counts.copy()
+    counts[[Count.NUM_TOKENS, Count.NUM_SEQS]] = 2, 2
+    counts[Count.NUM_LOGITS] = 1
+    batch = Batch(batch.arrays, counts, batch.serials)
+
+    output = sampler.sample(random_logits(2), batch, batch)
+
+    assert output.num_tokens.tolist() == [1, 0]
+    assert output.token_ids[1, 0] == -1
+
+
+def test_the_output_is_the_callers_and_outlives_the_next_step() -> None:
+    sampler, _ = make_sampler(2)
+    hidden, batch = random_logits(2), make_batch(2)
+    first = sampler.sample(hidden, batch, batch)
+    before = first.token_ids.tolist()
+
+    sampler.sample(-hidden, batch, batch)
+
+    assert first.token_ids.tolist() == before
+
+
+def test_only_rows_that_asked_report_log_probabilities() -> None:
+    sampler, _ = make_sampler(3)
+    batch = make_batch(3, [[], [4, 7], []])
+    batch.num_logprobs[2] = 2
+    batch.num_prompt_logprobs[1] = 0
+    hidden = random_logits(5)
+
+    logprobs = sampler.sample(hidden, batch, batch).logprobs
+
+    assert logprobs is not None
+    assert logprobs.seq.tolist() == [1, 1, 2]
+    assert logprobs.is_prompt.tolist() == [True, True, False]
+    assert logprobs.token_ids[:, 0].tolist() == [4, 7, int(hidden[4].argmax())]
+    exact = hidden.astype(np.float64) - np.log(np.exp(hidden.astype(np.float64)).sum(1, keepdims=True))
+    expected = [exact[1, 4], exact[2, 7], exact[4].max()]
+    np.testing.assert_allclose(logprobs.logprobs[:, 0], expected, rtol=1e-5)
+    assert logprobs.ranks.tolist() == [
+        1 + int((hidden[1] > hidden[1, 4]).sum()),
+        1 + int((hidden[2] > hidden[2, 7]).sum()),
+        1,
+    ]
+
+
+def test_log_probabilities_of_many_chunks_stay_in_order() -> None:
+    num_seqs = LOGITS_CHUNK + 5
+    sampler, _ = make_sampler(num_seqs)
+    hidden, batch = random_logits(num_seqs), make_batch(num_seqs)
+    batch.num_logprobs[:] = 1
+
+    logprobs = sampler.sample(hidden, batch, batch).logprobs
+
+    assert logprobs is not None
+    assert logprobs.seq.tolist() == list(range(num_seqs))
+    assert logprobs.token_ids[:, 0].tolist() == hidden.argmax(1).tolist()
+    assert (logprobs.logprobs[:, 0] == logprobs.logprobs[:, 1]).all()  # greedy: the token is the top one

@@ -1,0 +1,94 @@
+"""plan_cache: how many blocks, how long a sequence, and what is refused with both numbers."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from cupaged.backend.cpu import CpuBackend
+from cupaged.config import EngineConfig, ModelConfig, RopeConfig
+from cupaged.worker.kv_cache import block_bytes
+from cupaged.worker.worker import DEFAULT_KV_CACHE_MEMORY, longest_position, plan_cache
+
+MODEL = ModelConfig(
+    model_type="llama",
+    vocab_size=32,
+    hidden_size=16,
+    intermediate_size=32,
+    num_layers=3,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=8,
+    max_position_embeddings=256,
+)
+BLOCK_BYTES = 3 * 2 * 2 * 16 * 8 * 4  # layers, k and v, heads, tokens, head_dim, float32
+
+
+@pytest.fixture(scope="module")
+def backend() -> CpuBackend:
+    return CpuBackend("float32", num_threads=1)
+
+
+def config(**options: Any) -> EngineConfig:
+    return EngineConfig.create("model", **options)
+
+
+def test_block_bytes_count_keys_and_values_of_all_layers() -> None:
+    assert block_bytes(MODEL, 16, 4) == BLOCK_BYTES
+
+
+def test_kv_cache_memory_is_cut_into_whole_blocks(backend: CpuBackend) -> None:
+    plan = plan_cache(config(kv_cache_memory=20 * BLOCK_BYTES - 1), MODEL, backend, 0)
+
+    assert plan.num_blocks == 19
+    assert plan.block_bytes == BLOCK_BYTES
+
+
+def test_unset_memory_is_no_more_than_all_sequences_can_use(backend: CpuBackend) -> None:
+    plan = plan_cache(config(max_num_seqs=3, max_model_len=100), MODEL, backend, 0)
+
+    assert plan.num_blocks == 3 * 7
+    assert plan.num_blocks * BLOCK_BYTES < DEFAULT_KV_CACHE_MEMORY
+
+
+def test_unset_length_is_the_models(backend: CpuBackend) -> None:
+    assert plan_cache(config(), MODEL, backend, 0).max_model_len == 256
+
+
+def test_unset_length_is_lowered_to_the_pool_with_one_log_line(
+    backend: CpuBackend, caplog: pytest.LogCaptureFixture
+) -> None:
+    plan = plan_cache(config(kv_cache_memory=2 * BLOCK_BYTES), MODEL, backend, 0)
+
+    assert plan.max_model_len == 32
+    assert [record.message for record in caplog.records if "from 256 to 32 tokens" in record.message]
+
+
+def test_set_length_that_the_pool_cannot_hold_is_refused(backend: CpuBackend) -> None:
+    with pytest.raises(ValueError, match=rf"holds 32 tokens but max_model_len is 33.*{3 * BLOCK_BYTES}"):
+        plan_cache(config(kv_cache_memory=2 * BLOCK_BYTES, max_model_len=33), MODEL, backend, 0)
+
+
+def test_memory_for_no_block_at_all_is_refused(backend: CpuBackend) -> None:
+    with pytest.raises(ValueError, match="holds 0 tokens"):
+        plan_cache(config(kv_cache_memory=1), MODEL, backend, 0)
+
+
+def test_set_length_beyond_the_models_positions_is_refused(backend: CpuBackend) -> None:
+    with pytest.raises(ValueError, match="max_model_len is 257 but the model's positions end at 256"):
+        plan_cache(config(max_model_len=257), MODEL, backend, 0)
+
+
+@pytest.mark.parametrize(
+    ("rope", "longest"),
+    [
+        (RopeConfig(), 256),
+        (RopeConfig(rope_type="linear", factor=4.0), 1024),
+        (RopeConfig(rope_type="dynamic", factor=2.0), 512),
+        (RopeConfig(rope_type="yarn", factor=4.0, original_max_position_embeddings=64), 256),
+        (RopeConfig(rope_type="yarn", factor=4.0, original_max_position_embeddings=128), 512),
+        (RopeConfig(rope_type="llama3", factor=8.0, original_max_position_embeddings=64), 256),
+    ],
+)
+def test_stretched_positions_go_further(rope: RopeConfig, longest: int) -> None:
+    assert longest_position(replace(MODEL, rope=rope)) == longest
