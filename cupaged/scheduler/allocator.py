@@ -19,9 +19,10 @@ class Blocks(NamedTuple):
     ref_count: NDArray[np.int32]  # [total], how many block tables hold the block; 0 = free
     block_tables: NDArray[np.int32]  # [num_rows, max_blocks], valid below num_blocks
     num_blocks: NDArray[np.int32]  # [num_rows]
+    block_size: int  # tokens
 
 
-def create_blocks(total: int, num_rows: int, max_blocks: int) -> Blocks:
+def create_blocks(total: int, block_size: int, num_rows: int, max_blocks: int) -> Blocks:
     """Return a pool of `total` free blocks and empty tables."""
     return Blocks(
         free=np.arange(total - 1, -1, -1, dtype=np.int32),  # so that block 0 goes first
@@ -29,6 +30,7 @@ def create_blocks(total: int, num_rows: int, max_blocks: int) -> Blocks:
         ref_count=np.zeros(total, dtype=np.int32),
         block_tables=np.zeros((num_rows, max_blocks), dtype=np.int32),
         num_blocks=np.zeros(num_rows, dtype=np.int32),
+        block_size=block_size,
     )
 
 

@@ -22,7 +22,7 @@ class BlockManager:
         self.block_size = block_size
         self.total = num_blocks
         self.watermark = max(1, num_blocks // 100)  # blocks kept free at admission, for those that run
-        self.blocks = create_blocks(num_blocks, num_rows, self.blocks_for(max_model_len))
+        self.blocks = create_blocks(num_blocks, block_size, num_rows, self.blocks_for(max_model_len))
 
     @property
     def num_free(self) -> int:

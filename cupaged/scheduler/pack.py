@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from cupaged.batch import BatchArrays, Bucket, Count, Flag, buffer_size, view
 from cupaged.jit import njit
 from cupaged.scheduler.allocator import Blocks
-from cupaged.scheduler.state import Rows
+from cupaged.scheduler.state import INNER, Rows, SamplingRows
 
 SAMPLES = int(Flag.SAMPLES)
 INPUT_FROM_LAST_TOKEN = int(Flag.INPUT_FROM_LAST_TOKEN)
@@ -55,33 +55,8 @@ class BatchBuffer:
 
 
 @njit
-def samples(rows: Rows, row: int) -> bool:
-    """Return whether the planned chunk ends at the row's last token."""
-    end = rows.num_computed_tokens[row] + rows.num_new[row]
-    return bool(end == rows.num_tokens[row] + rows.num_in_flight[row])
-
-
-@njit
-def num_banned(rows: Rows, row: int) -> int:
-    """Return how many token ids the row must not sample in the planned step."""
-    total = rows.num_tokens[row] + rows.num_in_flight[row]
-    if total >= rows.min_total_tokens[row] or not samples(rows, row):
-        return 0
-    n = 0
-    while rows.banned_token_ids[row, n] >= 0:
-        n += 1
-    return n
-
-
-@njit
-def num_history(rows: Rows, row: int) -> int:
-    """Return how many token ids the device needs before it samples for the row again."""
-    return int(rows.num_tokens[row]) if rows.reset[row] and rows.wants_history[row] else 0
-
-
-@njit
-def measure(rows: Rows, blocks: Blocks) -> tuple[int, int, int, int]:
-    """Return the planned step's tokens, sequences, widest block table and words of tail."""
+def measure(rows: Rows, sampling: SamplingRows, blocks: Blocks) -> tuple[int, int, int, int]:
+    """Return the planned step's tokens, sequences, widest block table and enough words of tail."""
     tokens = seqs = width = tail = 0
     for i in range(rows.num_running[0]):
         row = rows.running[i]
@@ -89,11 +64,12 @@ def measure(rows: Rows, blocks: Blocks) -> tuple[int, int, int, int]:
             tokens += rows.num_new[row]
             seqs += 1
             width = max(width, blocks.num_blocks[row])
-            tail += num_banned(rows, row) + num_history(rows, row)
-    return tokens, seqs, width, tail
+            if rows.reset[row] and sampling.wants_history[row]:
+                tail += rows.num_tokens[row]
+    return tokens, seqs, width, tail + seqs * sampling.banned_token_ids.shape[1]
 
 
-@njit
+@njit(**INNER)
 def pack_order(rows: Rows, out: BatchArrays, serials: NDArray[np.int64]) -> int:
     """Write rows, serials and query_start, decodes first, each part by arrival; return how many."""
     running, num_new, serial = rows.running, rows.num_new, rows.serial
@@ -116,28 +92,28 @@ def pack_order(rows: Rows, out: BatchArrays, serials: NDArray[np.int64]) -> int:
     return seqs
 
 
-@njit
+@njit(**INNER)
 def gather(source: NDArray[Any], order: NDArray[np.int32], target: NDArray[Any]) -> None:
     """Set target[i] = source[order[i]]."""
     for i in range(order.size):
         target[i] = source[order[i]]
 
 
-@njit
-def pack_sampling(rows: Rows, out: BatchArrays, order: NDArray[np.int32]) -> None:
+@njit(**INNER)
+def pack_sampling(sampling: SamplingRows, out: BatchArrays, order: NDArray[np.int32]) -> None:
     """Write the sampling parameters of the sequences."""
-    gather(rows.temperature, order, out.temperature)
-    gather(rows.top_p, order, out.top_p)
-    gather(rows.min_p, order, out.min_p)
-    gather(rows.top_k, order, out.top_k)
-    gather(rows.seed[:, 0], order, out.seed[:, 0])
-    gather(rows.seed[:, 1], order, out.seed[:, 1])
-    gather(rows.group_index, order, out.group_index)
-    gather(rows.num_logprobs, order, out.num_logprobs)
-    gather(rows.num_prompt_logprobs, order, out.num_prompt_logprobs)
+    gather(sampling.temperature, order, out.temperature)
+    gather(sampling.top_p, order, out.top_p)
+    gather(sampling.min_p, order, out.min_p)
+    gather(sampling.top_k, order, out.top_k)
+    gather(sampling.seed[:, 0], order, out.seed[:, 0])
+    gather(sampling.seed[:, 1], order, out.seed[:, 1])
+    gather(sampling.group_index, order, out.group_index)
+    gather(sampling.num_logprobs, order, out.num_logprobs)
+    gather(sampling.num_prompt_logprobs, order, out.num_prompt_logprobs)
 
 
-@njit
+@njit(**INNER)
 def pack_flags(rows: Rows, out: BatchArrays, order: NDArray[np.int32]) -> None:
     """Write what the step does with each sequence: seq_lens, flags, output_position."""
     num_tokens, in_flight, num_prompt = rows.num_tokens, rows.num_in_flight, rows.num_prompt_tokens
@@ -155,13 +131,11 @@ def pack_flags(rows: Rows, out: BatchArrays, order: NDArray[np.int32]) -> None:
                 flags[i] |= INPUT_FROM_LAST_TOKEN
 
 
-@njit
-def pack_tokens(
-    rows: Rows, blocks: Blocks, out: BatchArrays, order: NDArray[np.int32], block_size: int
-) -> None:
+@njit(**INNER)
+def pack_tokens(rows: Rows, blocks: Blocks, out: BatchArrays, order: NDArray[np.int32]) -> None:
     """Write input ids, positions and slots."""
     tokens, num_tokens, computed = rows.tokens, rows.num_tokens, rows.num_computed_tokens
-    tables, start = blocks.block_tables, out.query_start
+    tables, block_size, start = blocks.block_tables, blocks.block_size, out.query_start
     input_ids, positions, slot_mapping = out.input_ids, out.positions, out.slot_mapping
     for i in range(order.size):
         row = order[i]
@@ -173,12 +147,13 @@ def pack_tokens(
             slot_mapping[t] = tables[row, p // block_size] * block_size + p % block_size
 
 
-@njit
-def pack_logits(rows: Rows, out: BatchArrays, order: NDArray[np.int32]) -> None:
+@njit(**INNER)
+def pack_logits(
+    rows: Rows, num_logprobs: NDArray[np.int32], out: BatchArrays, order: NDArray[np.int32]
+) -> None:
     """Write which positions need logits: of the prompt where wanted, and the last of those that sample."""
     tokens, num_prompt, computed = rows.tokens, rows.num_prompt_tokens, rows.num_computed_tokens
-    num_logprobs, done = rows.num_prompt_logprobs, rows.prompt_logprobs_end
-    start, flags = out.query_start, out.flags
+    done, start, flags = rows.prompt_logprobs_end, out.query_start, out.flags
     index, seq, target = out.logit_index, out.logit_seq, out.logit_target
     n = 0
     for i in range(order.size):
@@ -200,7 +175,7 @@ def pack_logits(rows: Rows, out: BatchArrays, order: NDArray[np.int32]) -> None:
     out.counts[NUM_LOGITS] = n
 
 
-@njit
+@njit(**INNER)
 def pack_tables(blocks: Blocks, out: BatchArrays, order: NDArray[np.int32]) -> None:
     """Write the block tables, -1 past the end of each."""
     tables, num_blocks, target = blocks.block_tables, blocks.num_blocks, out.block_tables
@@ -216,29 +191,40 @@ def pack_tables(blocks: Blocks, out: BatchArrays, order: NDArray[np.int32]) -> N
     out.counts[TABLE_WIDTH] = width
 
 
-@njit
-def pack_tail(rows: Rows, out: BatchArrays, order: NDArray[np.int32]) -> None:
+@njit(**INNER)
+def pack_tail(
+    tokens: NDArray[np.int32], num_tokens: NDArray[np.int32], sampling: SamplingRows, out: BatchArrays
+) -> None:
     """Write the ragged parts: all banned ids, then all history, each with its starts."""
-    tail, banned, tokens = out.tail, rows.banned_token_ids, rows.tokens
+    rows, flags, output_position, tail = out.rows, out.flags, out.output_position, out.tail
+    banned, min_tokens, wants_history = sampling.banned_token_ids, sampling.min_tokens, sampling.wants_history
+    banned_start, history_start = out.banned_start, out.history_start
+    num_seqs = out.counts[NUM_SEQS]
     end = 0
-    for i in range(order.size):
-        out.banned_start[i] = end
-        for j in range(num_banned(rows, order[i])):
-            tail[end] = banned[order[i], j]
-            end += 1
-    out.banned_start[order.size :] = end
+    for i in range(num_seqs):
+        row = rows[i]
+        banned_start[i] = end
+        if flags[i] & SAMPLES and output_position[i] < min_tokens[row]:
+            j = 0
+            while banned[row, j] >= 0:
+                tail[end] = banned[row, j]
+                j += 1
+                end += 1
+    banned_start[num_seqs:] = end
     first = end
-    for i in range(order.size):
-        out.history_start[i] = end - first
-        for j in range(num_history(rows, order[i])):
-            tail[end] = tokens[order[i], j]
-            end += 1
-    out.history_start[order.size :] = end - first
+    for i in range(num_seqs):
+        row = rows[i]
+        history_start[i] = end - first
+        if flags[i] & RESET and wants_history[row]:
+            for j in range(num_tokens[row]):
+                tail[end] = tokens[row, j]
+                end += 1
+    history_start[num_seqs:] = end - first
     out.counts[NUM_BANNED] = first
     out.counts[NUM_HISTORY] = end - first
 
 
-@njit
+@njit(**INNER)
 def pad(out: BatchArrays, num_tokens: int, num_seqs: int) -> None:
     """Fill the capacity behind the step's tokens and sequences with what touches nothing."""
     out.input_ids[num_tokens:] = 0
@@ -252,16 +238,16 @@ def pad(out: BatchArrays, num_tokens: int, num_seqs: int) -> None:
 
 @njit
 def pack_batch(
-    rows: Rows, blocks: Blocks, out: BatchArrays, serials: NDArray[np.int64], block_size: int
+    rows: Rows, sampling: SamplingRows, blocks: Blocks, out: BatchArrays, serials: NDArray[np.int64]
 ) -> None:
-    """Write the planned step into `out` and the serials of its rows; `rows` stays as it is."""
+    """Write the planned step into `out` and the serials of its rows; the rows stay as they are."""
     out.counts[:] = 0
     num_seqs = pack_order(rows, out, serials)
     order = out.rows[:num_seqs]
-    pack_sampling(rows, out, order)
+    pack_sampling(sampling, out, order)
     pack_flags(rows, out, order)
-    pack_tokens(rows, blocks, out, order, block_size)
-    pack_logits(rows, out, order)
+    pack_tokens(rows, blocks, out, order)
+    pack_logits(rows, sampling.num_prompt_logprobs, out, order)
     pack_tables(blocks, out, order)
-    pack_tail(rows, out, order)
+    pack_tail(rows.tokens, rows.num_tokens, sampling, out)
     pad(out, out.counts[NUM_TOKENS], num_seqs)

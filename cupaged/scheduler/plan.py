@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from cupaged.batch import Flag
 from cupaged.jit import njit
 from cupaged.scheduler.allocator import Blocks, free_table, grow_table
-from cupaged.scheduler.state import NO_SERIAL, Rows
+from cupaged.scheduler.state import INNER, NO_SERIAL, Rows
 from cupaged.sequence import NOT_FINISHED, FinishReason
 
 SAMPLES = int(Flag.SAMPLES)
@@ -20,21 +20,14 @@ STOP = int(FinishReason.STOP)
 LENGTH = int(FinishReason.LENGTH)
 
 
-class Head(NamedTuple):
-    """The first waiting sequence, where it takes turns with those that run."""
-
-    num_tokens: int  # that it would compute, 0 = it could not enter now
-    last_turn: int  # the step of the last admission
-
-
-@njit
+@njit(**INNER)
 def num_remaining(rows: Rows, row: int) -> int:
     """Return how many tokens the row could compute now; a token past max_total_tokens never."""
     target = rows.num_tokens[row] + rows.num_in_flight[row]
     return target - rows.num_computed_tokens[row] if target < rows.max_total_tokens[row] else 0
 
 
-@njit
+@njit(**INNER)
 def share_budget(rows: Rows, budget: int, num_decodes: int) -> None:
     """Plan every decode, then prefill chunks, oldest first, out of what is left."""
     left = budget - num_decodes
@@ -47,25 +40,25 @@ def share_budget(rows: Rows, budget: int, num_decodes: int) -> None:
         rows.num_new[row] = remaining
 
 
-@njit
-def take_turns(rows: Rows, budget: int, head: Head) -> None:
-    """Plan the least recently scheduled first, the head of the queue among them, while the budget lasts."""
-    n = rows.num_running[0]
-    keys = np.empty(n + 1, np.int64)  # unique: last turn, then arrival
-    for i in range(n):
-        keys[i] = rows.last_scheduled[rows.running[i]] * (n + 1) + i
-        rows.num_new[rows.running[i]] = 0
-    keys[n] = head.last_turn * (n + 1) + n
-    for i in np.argsort(keys):
-        # The head's share is only kept aside here: it is admitted after the running rows have their blocks.
-        new = min(budget, head.num_tokens if i == n else num_remaining(rows, rows.running[i]))
-        budget -= new
-        if i < n:
-            rows.num_new[rows.running[i]] = new
+@njit(**INNER)
+def take_turns(rows: Rows, turns: NDArray[np.int64], budget: int, num_head: int) -> None:
+    """Plan in the order of `turns` until the budget is spent.
+
+    The head of the queue has its turn too, as one more running row. Its share is only kept aside here: it is
+    admitted when the running rows have their blocks.
+    """
+    head = rows.num_running[0]
+    for i in turns:
+        if i == head:
+            budget -= min(budget, num_head)
+        else:
+            row = rows.running[i]
+            rows.num_new[row] = min(budget, num_remaining(rows, row))
+            budget -= rows.num_new[row]
 
 
-@njit
-def grow_tables(rows: Rows, blocks: Blocks, block_size: int) -> int:
+@njit(**INNER)
+def grow_tables(rows: Rows, blocks: Blocks) -> int:
     """Give planned rows their blocks, oldest first; preempt from the newest end, return how many.
 
     running[num_running : num_running + preempted] are then the preempted ones. The victim is never a row that
@@ -77,7 +70,8 @@ def grow_tables(rows: Rows, blocks: Blocks, block_size: int) -> int:
     while i < num_running[0]:
         row = running[i]
         if rows.num_new[row] > 0:
-            needed = (rows.num_computed_tokens[row] + rows.num_new[row] + block_size - 1) // block_size
+            end = rows.num_computed_tokens[row] + rows.num_new[row]
+            needed = (end + blocks.block_size - 1) // blocks.block_size
             while not grow_table(blocks, row, needed):
                 num_running[0] -= 1
                 victim = running[num_running[0]]
@@ -91,20 +85,26 @@ def grow_tables(rows: Rows, blocks: Blocks, block_size: int) -> int:
 
 
 @njit
-def plan_running(rows: Rows, blocks: Blocks, block_size: int, budget: int, head: Head) -> tuple[int, int]:
-    """Set num_new of the running rows and give them blocks; return (tokens planned, rows preempted)."""
+def plan_running(
+    rows: Rows, blocks: Blocks, turns: NDArray[np.int64], budget: int, num_head: int
+) -> tuple[int, int]:
+    """Set num_new of the running rows and give them blocks; return (tokens planned, rows preempted).
+
+    `num_head` is what the first waiting sequence would compute if it could enter now, else 0. `turns` orders
+    [0, num_running], the head last in number, by last turn; it is needed where num_running >= budget.
+    """
     num_decodes = 0
-    others = head.num_tokens > 0
+    others = num_head > 0
     for i in range(rows.num_running[0]):
         remaining = num_remaining(rows, rows.running[i])
         num_decodes += remaining == 1
         others |= remaining > 1
     # Decodes that use up the budget would starve everybody else, or one another.
     if num_decodes > budget or (num_decodes == budget and others):
-        take_turns(rows, budget, head)
+        take_turns(rows, turns, budget, num_head)
     else:
         share_budget(rows, budget, num_decodes)
-    num_preempted = grow_tables(rows, blocks, block_size)
+    num_preempted = grow_tables(rows, blocks)
     planned = 0
     for i in range(rows.num_running[0]):
         planned += rows.num_new[rows.running[i]]
@@ -144,7 +144,7 @@ def compact(rows: Rows) -> None:
     rows.num_running[0] = kept
 
 
-@njit
+@njit(**INNER)
 def is_stop(stop_token_ids: NDArray[np.int32], row: int, token_id: int) -> bool:
     """Return whether the row ends with this token."""
     i = 0

@@ -14,9 +14,11 @@ from numpy.typing import NDArray
 from cupaged.batch import Batch, StepOutput
 from cupaged.scheduler.block_manager import BlockManager
 from cupaged.scheduler.pack import BatchBuffer, bucket_for, measure, pack_batch
-from cupaged.scheduler.plan import Head, StepRows, advance, apply_output, compact, plan_running, release
-from cupaged.scheduler.state import NO_SERIAL, create_rows, load_row
+from cupaged.scheduler.plan import StepRows, advance, apply_output, compact, plan_running, release
+from cupaged.scheduler.state import NO_SERIAL, create_rows, create_sampling_rows, load_row, load_sampling_row
 from cupaged.sequence import NOT_FINISHED, FinishReason, Sequence, SequenceStatus
+
+_NO_TURNS = np.empty(0, np.int64)
 
 
 class Update(NamedTuple):
@@ -50,6 +52,7 @@ class Scheduler:
         self.max_num_batched_tokens = max_num_batched_tokens
         self.num_preemptions = 0
         self._rows = create_rows(max_num_seqs, max_model_len)
+        self._sampling = create_sampling_rows(max_num_seqs)
         self._free_rows = list(range(max_num_seqs - 1, -1, -1))
         self._by_row: NDArray[np.object_] = np.full(max_num_seqs, None, np.object_)
         self._waiting: OrderedDict[Sequence, None] = OrderedDict()  # the preempted first, then by arrival
@@ -156,23 +159,24 @@ class Scheduler:
 
     def _plan_running(self) -> tuple[int, int]:
         """Plan the running rows and queue the preempted ones; return (tokens planned, rows preempted)."""
+        rows, budget = self._rows, self.max_num_batched_tokens
         total_preempted = 0
         while True:
-            manager = self.block_manager
-            planned, num_preempted = plan_running(
-                self._rows, manager.blocks, manager.block_size, self.max_num_batched_tokens, self._head()
-            )
+            head = next(iter(self._waiting), None)
+            num_head = self._admissible_tokens(head) if head else 0
+            turns = self._turns() if self.num_running >= budget else _NO_TURNS
+            planned, num_preempted = plan_running(rows, self.block_manager.blocks, turns, budget, num_head)
             self._queue_preempted(num_preempted)
             total_preempted += num_preempted
             # All whose turn it was have been preempted: the turn goes to the others.
             if planned or not num_preempted:
                 return planned, total_preempted
 
-    def _head(self) -> Head:
-        """Return the first waiting sequence as one that takes turns, if it could enter now."""
-        seq = next(iter(self._waiting), None)
-        num_tokens = self._admissible_tokens(seq) if seq else 0
-        return Head(num_tokens, self._last_admission)
+    def _turns(self) -> NDArray[np.int64]:
+        """Order the places of `running` and, as num_running, the queue: least recently scheduled first."""
+        running = self._rows.running[: self.num_running]
+        last_turns = np.append(self._rows.last_scheduled[running], self._last_admission)
+        return last_turns.argsort(kind="stable")
 
     def _admissible_tokens(self, seq: Sequence) -> int:
         """Return how many tokens a waiting sequence would compute, 0 if it cannot enter now."""
@@ -200,6 +204,7 @@ class Scheduler:
                 self._by_row[seq.row] = seq
                 self._num_admitted += 1
                 self._rows = load_row(self._rows, seq.row, seq, self._num_admitted)
+                self._sampling = load_sampling_row(self._sampling, seq.row, seq)
             self.block_manager.allocate(seq.row, total)
             seq.status = SequenceStatus.RUNNING
             rows = self._rows
@@ -225,15 +230,13 @@ class Scheduler:
     def _pack(self) -> Batch:
         """Pack the plan into the buffer whose turn it is and count it as in flight."""
         self._step += 1
-        num_tokens, num_seqs, table_width, num_tail = measure(self._rows, self.block_manager.blocks)
+        rows, sampling, blocks = self._rows, self._sampling, self.block_manager.blocks
+        num_tokens, num_seqs, table_width, num_tail = measure(rows, sampling, blocks)
         buffer = self._buffers[0]
         self._buffers.rotate(-1)
-        bucket = bucket_for(num_tokens, num_seqs, table_width)
-        arrays = buffer.views(bucket, num_tail)
-        pack_batch(
-            self._rows, self.block_manager.blocks, arrays, buffer.serials, self.block_manager.block_size
-        )
-        advance(self._rows, self._step)
+        arrays = buffer.views(bucket_for(num_tokens, num_seqs, table_width), num_tail)
+        pack_batch(rows, sampling, blocks, arrays, buffer.serials)
+        advance(rows, self._step)
         batch = Batch(arrays, arrays.counts, buffer.serials[:num_seqs])
         self._in_flight.append(batch)
         return batch

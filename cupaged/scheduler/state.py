@@ -4,7 +4,7 @@ A live sequence is a row. Large arrays start as untouched zero pages, so a row c
 far as it is filled.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -12,33 +12,38 @@ from numpy.typing import NDArray
 from cupaged.sequence import Sequence
 
 NO_SERIAL = -1
-_FLOAT = ("temperature", "top_p", "min_p")
-_INT64 = ("serial", "last_scheduled")
-_BOOL = ("reset", "wants_history")
-WORD = 0xFFFFFFFF
+# njit options of what only njit calls; unboxing all these arrays is a third of the time to compile
+INNER: dict[str, Any] = {"no_cpython_wrapper": True, "no_cfunc_wrapper": True}
+_WORD = 0xFFFFFFFF
 
 
 class Rows(NamedTuple):
-    """Arrays by row; int32[num_rows] unless noted.
+    """What every step reads and writes, by row; int32[num_rows] unless noted.
 
-    [0, num_computed_tokens)                            in the KV cache once the submitted steps are done
-    [num_computed_tokens, num_tokens)                   known, to be computed
-    [num_tokens, num_tokens + num_in_flight)            being sampled: on the device, not known here yet
+    [0, num_computed_tokens)                    in the KV cache once the submitted steps are done
+    [num_computed_tokens, num_tokens)           known, to be computed
+    [num_tokens, num_tokens + num_in_flight)    being sampled: on the device, not known here yet
     """
 
     tokens: NDArray[np.int32]  # [num_rows, max_model_len], prompt and output
     num_tokens: NDArray[np.int32]
     num_prompt_tokens: NDArray[np.int32]
-    num_in_flight: NDArray[np.int32]  # 0 or 1 when a step is planned, up to the batches in flight after
+    num_in_flight: NDArray[np.int32]  # 0 or 1 when a step is planned, up to the steps in flight after it
     num_computed_tokens: NDArray[np.int32]
     num_new: NDArray[np.int32]  # tokens that the step being planned computes
     max_total_tokens: NDArray[np.int32]
-    min_total_tokens: NDArray[np.int32]  # the banned tokens are banned until there are so many
     serial: NDArray[np.int64]  # ascending by arrival, never used twice; NO_SERIAL = the row is free
     last_scheduled: NDArray[np.int64]  # number of the row's last step
     reset: NDArray[np.bool_]  # no step yet since it was admitted or resumed
-    wants_history: NDArray[np.bool_]  # its sampling needs the ids of all its tokens on the device
     prompt_logprobs_end: NDArray[np.int32]  # positions below have had their prompt log-probabilities
+    stop_token_ids: NDArray[np.int32]  # [num_rows, n], ended by -1; n grows
+    running: NDArray[np.int32]  # running[:num_running] are the rows that run, by arrival
+    num_running: NDArray[np.int32]  # [1]
+
+
+class SamplingRows(NamedTuple):
+    """What is fixed when a sequence enters and only packed, by row; int32[num_rows] unless noted."""
+
     temperature: NDArray[np.float32]
     top_p: NDArray[np.float32]
     min_p: NDArray[np.float32]
@@ -47,27 +52,27 @@ class Rows(NamedTuple):
     group_index: NDArray[np.int32]
     num_logprobs: NDArray[np.int32]  # -1 = none
     num_prompt_logprobs: NDArray[np.int32]  # -1 = none
-    stop_token_ids: NDArray[np.int32]  # [num_rows, n], ended by -1; n grows
+    min_tokens: NDArray[np.int32]  # of output, before which the banned ids are banned
     banned_token_ids: NDArray[np.int32]  # [num_rows, n], ended by -1; n grows
-    running: NDArray[np.int32]  # running[:num_running] are the rows that run, by arrival
-    num_running: NDArray[np.int32]  # [1]
+    wants_history: NDArray[np.bool_]  # its sampling needs the ids of all its tokens on the device
 
 
 def create_rows(num_rows: int, max_model_len: int) -> Rows:
     """Return `num_rows` free rows."""
-    dtypes = (
-        dict.fromkeys(_FLOAT, np.float32) | dict.fromkeys(_INT64, np.int64) | dict.fromkeys(_BOOL, np.bool_)
-    )
-    shapes = {
-        "tokens": (num_rows, max_model_len),
-        "seed": (num_rows, 2),
-        "stop_token_ids": (num_rows, 1),
-        "banned_token_ids": (num_rows, 1),
-        "num_running": (1,),
-    }
-    rows = Rows(**{n: np.zeros(shapes.get(n, (num_rows,)), dtypes.get(n, np.int32)) for n in Rows._fields})
+    dtypes: dict[str, Any] = {"serial": np.int64, "last_scheduled": np.int64, "reset": np.bool_}
+    shapes = {"tokens": (num_rows, max_model_len), "stop_token_ids": (num_rows, 1), "num_running": (1,)}
+    rows = Rows(**{n: np.zeros(shapes.get(n, num_rows), dtypes.get(n, np.int32)) for n in Rows._fields})
     rows.serial.fill(NO_SERIAL)
     return rows
+
+
+def create_sampling_rows(num_rows: int) -> SamplingRows:
+    """Return the sampling side of `num_rows` free rows."""
+    dtypes: dict[str, Any] = dict.fromkeys(("temperature", "top_p", "min_p"), np.float32)
+    dtypes["wants_history"] = np.bool_
+    shapes = {"seed": (num_rows, 2), "banned_token_ids": (num_rows, 1)}
+    names = SamplingRows._fields
+    return SamplingRows(**{n: np.zeros(shapes.get(n, num_rows), dtypes.get(n, np.int32)) for n in names})
 
 
 def _write_ids(table: NDArray[np.int32], row: int, ids: tuple[int, ...]) -> NDArray[np.int32]:
@@ -82,27 +87,30 @@ def _write_ids(table: NDArray[np.int32], row: int, ids: tuple[int, ...]) -> NDAr
 
 
 def load_row(rows: Rows, row: int, seq: Sequence, serial: int) -> Rows:
-    """Fill a free row with a new sequence; return rows, in which the two id tables may have grown."""
-    params = seq.params
+    """Fill a free row with a new sequence; return rows, whose table of stop ids may have grown."""
     num_prompt = len(seq.prompt_token_ids)
     rows.tokens[row, :num_prompt] = seq.prompt_token_ids
     rows.num_tokens[row] = rows.num_prompt_tokens[row] = num_prompt
     rows.num_in_flight[row] = rows.num_computed_tokens[row] = rows.num_new[row] = 0
     rows.max_total_tokens[row] = seq.max_total_tokens
-    rows.min_total_tokens[row] = num_prompt + min(params.min_tokens, seq.max_total_tokens - num_prompt)
     rows.serial[row] = serial
-    rows.wants_history[row] = False
     rows.prompt_logprobs_end[row] = 0
-    rows.temperature[row] = params.temperature
-    rows.top_p[row] = params.top_p
-    rows.min_p[row] = params.min_p
-    rows.top_k[row] = params.top_k
-    words = np.array([seq.seed & WORD, seq.seed >> 32 & WORD], np.uint32)
-    rows.seed[row] = words.view(np.int32)
-    rows.group_index[row] = seq.index
-    rows.num_logprobs[row] = -1 if params.logprobs is None else params.logprobs
-    rows.num_prompt_logprobs[row] = -1 if params.prompt_logprobs is None else params.prompt_logprobs
-    return rows._replace(
-        stop_token_ids=_write_ids(rows.stop_token_ids, row, seq.stop_token_ids),
-        banned_token_ids=_write_ids(rows.banned_token_ids, row, seq.banned_token_ids),
+    return rows._replace(stop_token_ids=_write_ids(rows.stop_token_ids, row, seq.stop_token_ids))
+
+
+def load_sampling_row(sampling: SamplingRows, row: int, seq: Sequence) -> SamplingRows:
+    """Fill a row with the sequence's parameters; return sampling, whose table of banned ids may have grown."""
+    params = seq.params
+    sampling.temperature[row] = params.temperature
+    sampling.top_p[row] = params.top_p
+    sampling.min_p[row] = params.min_p
+    sampling.top_k[row] = params.top_k
+    sampling.seed[row] = np.array([seq.seed & _WORD, seq.seed >> 32 & _WORD], np.uint32).view(np.int32)
+    sampling.group_index[row] = seq.index
+    sampling.num_logprobs[row] = -1 if params.logprobs is None else params.logprobs
+    sampling.num_prompt_logprobs[row] = -1 if params.prompt_logprobs is None else params.prompt_logprobs
+    sampling.min_tokens[row] = params.min_tokens
+    sampling.wants_history[row] = False
+    return sampling._replace(
+        banned_token_ids=_write_ids(sampling.banned_token_ids, row, seq.banned_token_ids)
     )
