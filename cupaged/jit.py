@@ -92,3 +92,8 @@ def njit(function: Any = None, *, signatures: Sequence[str] | None = None, **opt
         return numba.njit(signatures, cache=True, nogil=True, **options)(function)
     finally:
         config.CACHE_DIR = before
+
+
+def njit_inner(function: F) -> F:
+    """Compile what only njit functions call: no wrappers for Python and C, in about half the time."""
+    return njit(no_cpython_wrapper=True, no_cfunc_wrapper=True)(function)

@@ -10,9 +10,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cupaged.batch import BatchArrays, Bucket, Count, Flag, buffer_size, view
-from cupaged.jit import njit
+from cupaged.jit import njit, njit_inner
 from cupaged.scheduler.allocator import Blocks
-from cupaged.scheduler.state import INNER, Rows, SamplingRows
+from cupaged.scheduler.state import Rows, SamplingRows
 
 SAMPLES = int(Flag.SAMPLES)
 INPUT_FROM_LAST_TOKEN = int(Flag.INPUT_FROM_LAST_TOKEN)
@@ -69,7 +69,7 @@ def measure(rows: Rows, sampling: SamplingRows, blocks: Blocks) -> tuple[int, in
     return tokens, seqs, width, tail + seqs * sampling.banned_token_ids.shape[1]
 
 
-@njit(**INNER)
+@njit_inner
 def pack_order(rows: Rows, out: BatchArrays, serials: NDArray[np.int64]) -> int:
     """Write rows, serials and query_start, decodes first, each part by arrival; return how many."""
     running, num_new, serial = rows.running, rows.num_new, rows.serial
@@ -92,14 +92,14 @@ def pack_order(rows: Rows, out: BatchArrays, serials: NDArray[np.int64]) -> int:
     return seqs
 
 
-@njit(**INNER)
+@njit_inner
 def gather(source: NDArray[Any], order: NDArray[np.int32], target: NDArray[Any]) -> None:
     """Set target[i] = source[order[i]]."""
     for i in range(order.size):
         target[i] = source[order[i]]
 
 
-@njit(**INNER)
+@njit_inner
 def pack_sampling(sampling: SamplingRows, out: BatchArrays, order: NDArray[np.int32]) -> None:
     """Write the sampling parameters of the sequences."""
     gather(sampling.temperature, order, out.temperature)
@@ -113,7 +113,7 @@ def pack_sampling(sampling: SamplingRows, out: BatchArrays, order: NDArray[np.in
     gather(sampling.num_prompt_logprobs, order, out.num_prompt_logprobs)
 
 
-@njit(**INNER)
+@njit_inner
 def pack_flags(rows: Rows, out: BatchArrays, order: NDArray[np.int32]) -> None:
     """Write what the step does with each sequence: seq_lens, flags, output_position."""
     num_tokens, in_flight, num_prompt = rows.num_tokens, rows.num_in_flight, rows.num_prompt_tokens
@@ -131,7 +131,7 @@ def pack_flags(rows: Rows, out: BatchArrays, order: NDArray[np.int32]) -> None:
                 flags[i] |= INPUT_FROM_LAST_TOKEN
 
 
-@njit(**INNER)
+@njit_inner
 def pack_tokens(rows: Rows, blocks: Blocks, out: BatchArrays, order: NDArray[np.int32]) -> None:
     """Write input ids, positions and slots."""
     tokens, num_tokens, computed = rows.tokens, rows.num_tokens, rows.num_computed_tokens
@@ -147,7 +147,7 @@ def pack_tokens(rows: Rows, blocks: Blocks, out: BatchArrays, order: NDArray[np.
             slot_mapping[t] = tables[row, p // block_size] * block_size + p % block_size
 
 
-@njit(**INNER)
+@njit_inner
 def pack_logits(
     rows: Rows, num_logprobs: NDArray[np.int32], out: BatchArrays, order: NDArray[np.int32]
 ) -> None:
@@ -175,7 +175,7 @@ def pack_logits(
     out.counts[NUM_LOGITS] = n
 
 
-@njit(**INNER)
+@njit_inner
 def pack_tables(blocks: Blocks, out: BatchArrays, order: NDArray[np.int32]) -> None:
     """Write the block tables, -1 past the end of each."""
     tables, num_blocks, target = blocks.block_tables, blocks.num_blocks, out.block_tables
@@ -191,7 +191,7 @@ def pack_tables(blocks: Blocks, out: BatchArrays, order: NDArray[np.int32]) -> N
     out.counts[TABLE_WIDTH] = width
 
 
-@njit(**INNER)
+@njit_inner
 def pack_tail(
     tokens: NDArray[np.int32], num_tokens: NDArray[np.int32], sampling: SamplingRows, out: BatchArrays
 ) -> None:
@@ -224,7 +224,7 @@ def pack_tail(
     out.counts[NUM_HISTORY] = end - first
 
 
-@njit(**INNER)
+@njit_inner
 def pad(out: BatchArrays, num_tokens: int, num_seqs: int) -> None:
     """Fill the capacity behind the step's tokens and sequences with what touches nothing."""
     out.input_ids[num_tokens:] = 0

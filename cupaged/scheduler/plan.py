@@ -10,9 +10,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cupaged.batch import Flag
-from cupaged.jit import njit
+from cupaged.jit import njit, njit_inner
 from cupaged.scheduler.allocator import Blocks, free_table, grow_table
-from cupaged.scheduler.state import INNER, NO_SERIAL, Rows
+from cupaged.scheduler.state import NO_SERIAL, Rows
 from cupaged.sequence import NOT_FINISHED, FinishReason
 
 SAMPLES = int(Flag.SAMPLES)
@@ -20,14 +20,14 @@ STOP = int(FinishReason.STOP)
 LENGTH = int(FinishReason.LENGTH)
 
 
-@njit(**INNER)
+@njit_inner
 def num_remaining(rows: Rows, row: int) -> int:
     """Return how many tokens the row could compute now; a token past max_total_tokens never."""
     target = rows.num_tokens[row] + rows.num_in_flight[row]
     return target - rows.num_computed_tokens[row] if target < rows.max_total_tokens[row] else 0
 
 
-@njit(**INNER)
+@njit_inner
 def share_budget(rows: Rows, budget: int, num_decodes: int) -> None:
     """Plan every decode, then prefill chunks, oldest first, out of what is left."""
     left = budget - num_decodes
@@ -40,7 +40,7 @@ def share_budget(rows: Rows, budget: int, num_decodes: int) -> None:
         rows.num_new[row] = remaining
 
 
-@njit(**INNER)
+@njit_inner
 def take_turns(rows: Rows, turns: NDArray[np.int64], budget: int, num_head: int) -> None:
     """Plan in the order of `turns` until the budget is spent.
 
@@ -57,7 +57,7 @@ def take_turns(rows: Rows, turns: NDArray[np.int64], budget: int, num_head: int)
             budget -= rows.num_new[row]
 
 
-@njit(**INNER)
+@njit_inner
 def grow_tables(rows: Rows, blocks: Blocks) -> int:
     """Give planned rows their blocks, oldest first; preempt from the newest end, return how many.
 
@@ -144,7 +144,7 @@ def compact(rows: Rows) -> None:
     rows.num_running[0] = kept
 
 
-@njit(**INNER)
+@njit_inner
 def is_stop(stop_token_ids: NDArray[np.int32], row: int, token_id: int) -> bool:
     """Return whether the row ends with this token."""
     i = 0

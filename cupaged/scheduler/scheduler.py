@@ -163,7 +163,7 @@ class Scheduler:
         total_preempted = 0
         while True:
             head = next(iter(self._waiting), None)
-            num_head = self._admissible_tokens(head) if head else 0
+            num_head = self._admissible_tokens(head) if head and not total_preempted else 0
             turns = self._turns() if self.num_running >= budget else _NO_TURNS
             planned, num_preempted = plan_running(rows, self.block_manager.blocks, turns, budget, num_head)
             self._queue_preempted(num_preempted)

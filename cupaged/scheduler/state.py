@@ -12,8 +12,6 @@ from numpy.typing import NDArray
 from cupaged.sequence import Sequence
 
 NO_SERIAL = -1
-# njit options of what only njit calls; unboxing all these arrays is a third of the time to compile
-INNER: dict[str, Any] = {"no_cpython_wrapper": True, "no_cfunc_wrapper": True}
 _WORD = 0xFFFFFFFF
 
 
@@ -99,7 +97,7 @@ def load_row(rows: Rows, row: int, seq: Sequence, serial: int) -> Rows:
 
 
 def load_sampling_row(sampling: SamplingRows, row: int, seq: Sequence) -> SamplingRows:
-    """Fill a row with the sequence's parameters; return sampling, whose table of banned ids may have grown."""
+    """Fill a row with a sequence's parameters; return sampling, whose table of banned ids may have grown."""
     params = seq.params
     sampling.temperature[row] = params.temperature
     sampling.top_p[row] = params.top_p
