@@ -1,0 +1,20 @@
+"""For all tests: what several floors share, the same hypothesis examples in every run, no skips in CI."""
+
+from pathlib import Path
+
+import hypothesis
+import pytest
+
+from tests.skips import pytest_sessionfinish, pytest_terminal_summary
+from tools.make_tiny_model import write_tiny_chat_model
+
+__all__ = ["pytest_sessionfinish", "pytest_terminal_summary"]
+
+hypothesis.settings.register_profile("cupaged", derandomize=True, deadline=None, database=None)
+hypothesis.settings.load_profile("cupaged")
+
+
+@pytest.fixture(scope="session")
+def tiny_llama_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny random llama with a byte-level tokenizer and a chat template; leave it as it is."""
+    return write_tiny_chat_model(tmp_path_factory.mktemp("tiny_llama"))
