@@ -15,12 +15,14 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, LlamaConfig
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-from tools.make_tiny_model import CASES, write_tiny_model
+from tools.make_tiny_model import CASES, LLAMA, ROPES, write_tiny_model
 
 GOLDENS = Path(__file__).parent.parent / "tests" / "models" / "goldens"
 NUM_PROMPT, NUM_OUTPUT = 56, 16  # tokens; together 72, three times the original length of the rope cases
+ROPE_POSITIONS = (0, 1, 97, 8191, 20000)
 NUM_SHORT = 24  # positions of the first few tokens alone, which dynamic rope treats apart
 
 
@@ -52,6 +54,18 @@ def make_golden(case: str) -> None:
     print(f"{case:20} {path.stat().st_size:7} bytes  std of logits {logits.std():.2f}  least gap {gap:.1e}")
 
 
+def make_rope_golden() -> None:
+    """Save frequencies, and cosines and sines far out, of ROPES."""
+    arrays: dict[str, Any] = {"positions": np.array(ROPE_POSITIONS)}
+    for name, config in ROPES.items():
+        rope = LlamaRotaryEmbedding(LlamaConfig(**LLAMA | config))
+        cos, sin = rope(torch.zeros(1), torch.tensor([ROPE_POSITIONS]))
+        half = config["head_dim"] // 2
+        arrays[f"{name}_inv_freq"] = rope.inv_freq.numpy()
+        arrays[f"{name}_cos_sin"] = np.concatenate((cos[0, :, :half], sin[0, :, :half]), axis=1)
+    np.savez_compressed(GOLDENS / "rope.npz", **arrays)
+
+
 def _logits(model: Any, tokens: list[int]) -> NDArray[np.float32]:
     """Return float32[len(tokens), vocab_size]."""
     with torch.no_grad():
@@ -64,6 +78,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("cases", nargs="*", default=list(CASES), metavar="CASE", help=", ".join(CASES))
     GOLDENS.mkdir(parents=True, exist_ok=True)
+    make_rope_golden()
     for case in parser.parse_args().cases:
         make_golden(case)
 

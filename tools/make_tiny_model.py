@@ -123,6 +123,52 @@ CASES: dict[str, dict[str, Any]] = {
     },
 }
 
+# Rope as published models have it, for a comparison of the tables alone.
+ROPES: dict[str, dict[str, Any]] = {
+    "smollm2": {"head_dim": 64, "max_position_embeddings": 8192, "rope_theta": 100000.0},
+    "llama_3.2": {
+        "head_dim": 64,
+        "max_position_embeddings": 131072,
+        "rope_theta": 500000.0,
+        "rope_scaling": {
+            "rope_type": "llama3",
+            "factor": 32.0,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 8192,
+        },
+    },
+    "qwen2.5_yarn": {
+        "head_dim": 128,
+        "max_position_embeddings": 32768,
+        "rope_theta": 1000000.0,
+        "rope_scaling": {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768},
+    },
+    "yarn_attention_factor": {
+        "head_dim": 96,
+        "max_position_embeddings": 16384,
+        "rope_theta": 10000.0,
+        "rope_scaling": {
+            "rope_type": "yarn",
+            "factor": 8.0,
+            "original_max_position_embeddings": 2048,
+            "attention_factor": 0.75,
+        },
+    },
+    "vicuna_16k": {
+        "head_dim": 128,
+        "max_position_embeddings": 4096,
+        "rope_theta": 10000.0,
+        "rope_scaling": {"type": "linear", "factor": 4.0},
+    },
+    "dynamic": {
+        "head_dim": 128,
+        "max_position_embeddings": 4096,
+        "rope_theta": 10000.0,
+        "rope_scaling": {"type": "dynamic", "factor": 2.5},
+    },
+}
+
 SPECIAL_TOKENS = ("<unk>", "<s>", "</s>", "<|im_start|>", "<|im_end|>")
 MERGES = (("t", "h"), ("th", "e"), ("i", "n"), ("Ġ", "a"), ("Ġ", "the"), ("e", "r"), ("o", "u"))
 CHAT_TEMPLATE = (

@@ -72,7 +72,7 @@ def read_headers(directory: Path) -> dict[str, Tensor]:
         return _read_header(single)
     if not index.is_file():
         raise ValueError(f"{directory} has neither {single.name} nor {index.name}; convert it to safetensors")
-    weight_map = json.loads(index.read_text(encoding="utf-8")).get("weight_map")
+    weight_map = _parse(index.read_bytes(), index).get("weight_map")
     if not isinstance(weight_map, dict):
         raise ValueError(f"{index} has no weight_map; fetch it again")
     files = {name: _read_header(directory / name) for name in sorted(set(weight_map.values()))}
@@ -83,12 +83,12 @@ def _read_header(path: Path) -> dict[str, Tensor]:
     """Return the tensors of one file: 8 bytes of header length, the header in JSON, the data."""
     if not path.is_file():
         raise ValueError(f"{path} is missing, though the index names it; fetch it again")
+    size = path.stat().st_size
     with path.open("rb") as file:
         length = int.from_bytes(file.read(8), "little")
-        size = path.stat().st_size
         if 8 + length > size:
             raise ValueError(f"{path} is cut short or not in safetensors format; fetch it again")
-        header = json.loads(file.read(length))
+        header = _parse(file.read(length), path)
     header.pop("__metadata__", None)
     tensors = {}
     for name, entry in header.items():
@@ -97,6 +97,16 @@ def _read_header(path: Path) -> dict[str, Tensor]:
             raise ValueError(f"{path} ends before the data of {name}; fetch it again")
         tensors[name] = Tensor(path, 8 + length + begin, entry["dtype"], tuple(entry["shape"]))
     return tensors
+
+
+def _parse(text: bytes, path: Path) -> dict[str, Any]:
+    try:
+        values = json.loads(text)
+    except ValueError:
+        values = None
+    if not isinstance(values, dict):
+        raise ValueError(f"{path} is damaged: it does not hold the JSON object it should; fetch it again")
+    return values
 
 
 def _check(directory: Path, tensors: dict[str, Tensor], table: Sequence[Weight], size: int) -> None:
