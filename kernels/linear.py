@@ -7,11 +7,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cupaged.jit import njit, prange
-from cupaged.kernels.tile import Places, multiply_rows
+from cupaged.kernels.tile import ROWS, Places, multiply_rows
 
 PANEL = 32  # outputs; two vectors of accumulators for each of eight rows fit the registers
 DEPTH = 2048  # inputs; a panel's part, 256 KiB, stays in the second-level cache while all rows use it
-ROWS = 8
 
 
 class PackedLinear(NamedTuple):
