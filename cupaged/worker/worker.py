@@ -49,7 +49,8 @@ class Worker:
         dtype = self.model_config.dtype if config.dtype == "auto" else config.dtype
         self._backend = backend = create_backend(config.device, dtype, config.num_threads)
         table = family.weights(self.model_config)
-        num_weights = sum(prod(weight.shape) for weight in table)
+        shapes = {weight.name: weight.shape for weight in table}  # a tied embedding has two rows
+        num_weights = sum(prod(shape) for shape in shapes.values())
         self.plan = plan_cache(config, self.model_config, backend, num_weights * backend.dtype.itemsize)
         weights = Checkpoint(model_dir, table, rank=communicator.rank, size=communicator.size)
         self._model = family.Model(
@@ -77,7 +78,10 @@ def plan_cache(config: EngineConfig, model: ModelConfig, backend: Backend, weigh
     DEFAULT_KV_CACHE_MEMORY, and never more than max_num_seqs sequences of max_model_len can use.
     """
     longest = longest_position(model)
-    wanted = config.max_model_len or longest
+    # Dynamic rope changes every position's rotation once max_model_len passes the original length, so unasked
+    # it stays within.
+    unset = model.max_position_embeddings if model.rope.rope_type == "dynamic" else longest
+    wanted = config.max_model_len or unset
     if wanted > longest:
         raise ValueError(
             f"max_model_len is {wanted} but the model's positions end at {longest}; lower max_model_len"

@@ -55,6 +55,13 @@ def test_unset_length_is_the_models(backend: CpuBackend) -> None:
     assert plan_cache(config(), MODEL, backend, 0).max_model_len == 256
 
 
+def test_dynamic_rope_stretches_only_when_asked(backend: CpuBackend) -> None:
+    model = replace(MODEL, rope=RopeConfig(rope_type="dynamic", factor=2.0))
+
+    assert plan_cache(config(), model, backend, 0).max_model_len == 256
+    assert plan_cache(config(max_model_len=400), model, backend, 0).max_model_len == 400
+
+
 def test_unset_length_is_lowered_to_the_pool_with_one_log_line(
     backend: CpuBackend, caplog: pytest.LogCaptureFixture
 ) -> None:
