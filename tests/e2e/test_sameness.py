@@ -1,4 +1,4 @@
-"""The same request gives the same tokens alone, batched, in chunks, and preempted: bit for bit, no tolerance."""
+"""The same request gives the same tokens alone, batched, in chunks and preempted: bit for bit."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -41,10 +41,8 @@ def generate(llm: LLM, requests: list[Case]) -> list[Result]:
     for output in outputs:
         completion = output.outputs[0]
         assert completion.logprobs is not None
-        values = [
-            entry[i].logprob for entry, i in zip(completion.logprobs, completion.token_ids, strict=True)
-        ]
-        results.append((completion.token_ids, completion.text, values))
+        pairs = zip(completion.logprobs, completion.token_ids, strict=True)
+        results.append((completion.token_ids, completion.text, [entry[i].logprob for entry, i in pairs]))
     return results
 
 
