@@ -16,6 +16,7 @@ from typing import Any, TypeVar, overload
 import llvmlite.binding
 import numba
 from llvmlite import __version__ as llvmlite_version
+from numba.core.dispatcher import Dispatcher
 
 from cupaged.paths import user_cache_dir
 from cupaged.threads import launch_threads
@@ -79,8 +80,7 @@ def njit(
 def njit(function: Any = None, *, signatures: Sequence[str] | None = None, **options: Any) -> Any:
     """Compile `function` without the GIL, cached in our folder; the host program's setting is kept.
 
-    With `signatures` it is compiled at once, for those alone: a C-contiguous array then also serves
-    where a strided one is declared, and nothing is compiled while requests are served.
+    With `signatures` it is compiled at once, as by `specialize`.
     """
     if function is None:
         return functools.partial(njit, signatures=signatures, **options)
@@ -97,3 +97,15 @@ def njit(function: Any = None, *, signatures: Sequence[str] | None = None, **opt
 def njit_inner(function: F) -> F:
     """Compile what only njit functions call: no wrappers for Python and C, in about half the time."""
     return njit(no_cpython_wrapper=True, no_cfunc_wrapper=True)(function)
+
+
+def specialize(function: Callable[..., Any], signature: str) -> None:
+    """Compile `function` for `signature`, and let it be called only for such.
+
+    A C-contiguous array then also serves where a strided one is declared (an array of one row always
+    is contiguous), and nothing is compiled while requests are served.
+    """
+    if isinstance(function, Dispatcher):  # else the compiler is off
+        function.disable_compile(False)
+        function.compile(signature)
+        function.disable_compile()

@@ -136,13 +136,17 @@ def add_tile_values(rows: Rows, num_rows: int, pool: Any, place: Any, table: Any
             begin, end = max(begin, rows.first[i]), min(end, rows.last[i])
         if begin >= end:
             begin = end = high
-        for i in range(row, row + few):
-            own = max(low, rows.first[i]), min(high, rows.last[i])
-            add_values(rows, (i, 1, own[0], min(begin, own[1])), pool, place, table, tile)
-        add_values(rows, (row, few, begin, end), pool, place, table, tile)
-        for i in range(row, row + few):
-            own = max(low, rows.first[i]), min(high, rows.last[i])
-            add_values(rows, (i, 1, max(end, own[0]), own[1]), pool, place, table, tile)
+        # Each row alone up to `begin`, all of them to `end`, each row alone from there.
+        for step in range(2 * few + 1):
+            i = row + step % (few + 1)
+            if step == few:
+                span = (row, few, begin, end)
+            elif step < few:
+                span = (i, 1, max(low, rows.first[i]), min(begin, rows.last[i]))
+            else:
+                i = row + step - few - 1
+                span = (i, 1, max(end, rows.first[i]), min(high, rows.last[i]))
+            add_values(rows, span, pool, place, table, tile)
 
 
 @njit
@@ -190,56 +194,30 @@ def attend(q: Any, pool: Any, place: Any, table: Any, mask: Mask, sinks: Any, ou
             out[token, head, d] = rows.acc[row * head_dim + d] / rows.l[row]
 
 
-_TYPES = "f4[:,:,:],{}[:,:,:,:,:,::1],i8,i4[:,:],i4[::1],i4[::1],i8,f4,i8,f4,f4[::1],f4[:,:,::1]"
-_SIGNATURES = [f"void({_TYPES.format(t)})" for t in ("f4", "u2")]
+# For jit.specialize; {} is the KV cache's type, f4 or u2 (the bits of bfloat16).
+SIGNATURE = "void(f4[:,:,:],{}[:,:,:,:,:,::1],i8,i4[:,:],i4[::1],i4[::1],f4,i8,f4,f4[::1],f4[:,:,::1])"
 
 
-@njit(signatures=_SIGNATURES, parallel=True)
-def paged_attention_decode_cpu(
+@njit(parallel=True)
+def paged_attention_cpu(
     q: Any,  # float32[num_tokens, num_heads, head_dim]
     pool: Any,  # T[num_blocks, num_layers, 2, num_kv_heads, block_size, head_dim]
     layer: int,
     block_tables: Any,  # int32[num_seqs, table_width]
     query_start: Any,  # int32[num_seqs + 1]
     seq_lens: Any,  # int32[num_seqs]
-    num_decodes: int,
     scale: Any,
     sliding_window: int,
     softcap: Any,
     sinks: Any,  # float32[num_heads], or [0] for none
     out: Any,  # float32[num_tokens, num_heads, head_dim]
 ) -> None:
-    """Attend from the first num_decodes sequences, which have one query each."""
-    num_kv_heads = pool.shape[3]
-    for item in prange(num_decodes * num_kv_heads):
-        seq, kv_head = item // num_kv_heads, item % num_kv_heads
-        token = query_start[seq]
-        mask = Mask(scale, sliding_window, softcap)
-        place = (layer, kv_head, np.int64(seq_lens[seq]) - 1)
-        attend(q[token : token + 1], pool, place, block_tables[seq], mask, sinks, out[token : token + 1])
-
-
-@njit(signatures=_SIGNATURES, parallel=True)
-def paged_attention_prefill_cpu(
-    q: Any,
-    pool: Any,
-    layer: int,
-    block_tables: Any,
-    query_start: Any,
-    seq_lens: Any,
-    num_decodes: int,
-    scale: Any,
-    sliding_window: int,
-    softcap: Any,
-    sinks: Any,
-    out: Any,
-) -> None:
-    """Attend from the sequences after the first num_decodes, any number of queries each."""
+    """Attend from every query of the step to the cached keys up to its own; a decode is one query."""
     num_kv_heads = pool.shape[3]
     few = max(1, QUERY_ROWS // (q.shape[1] // num_kv_heads))  # queries of a tile
     tiles = np.empty((q.shape[0], 2), np.int32)  # sequence, first token
     num_tiles = 0
-    for seq in range(num_decodes, seq_lens.shape[0]):
+    for seq in range(seq_lens.shape[0]):
         for token in range(query_start[seq], query_start[seq + 1], few):
             tiles[num_tiles, 0], tiles[num_tiles, 1] = seq, token
             num_tiles += 1

@@ -29,10 +29,13 @@ def norm_head(head: Any, weight: Any, eps: Any) -> None:
             head[j] = head[j] * scale * weight[j]
 
 
-_TYPES = "f4[:,:,:],f4[:,:,:],f4[:,:,:],{}[:,:,:,:,:,::1],i8,i4[::1],i4[::1],f4[:,::1],f4[::1],f4[::1],f4"
+# For jit.specialize; {} is the KV cache's type, f4 or u2 (the bits of bfloat16).
+SIGNATURE = (
+    "void(f4[:,:,:],f4[:,:,:],f4[:,:,:],{}[:,:,:,:,:,::1],i8,i4[::1],i4[::1],f4[:,::1],f4[::1],f4[::1],f4)"
+)
 
 
-@njit(signatures=[f"void({_TYPES.format(t)})" for t in ("f4", "u2")], parallel=True)
+@njit(parallel=True)
 def rope_kv_write_cpu(
     q: Any,  # float32[num_tokens, num_heads, head_dim], changed in place
     k: Any,  # float32[num_tokens, num_kv_heads, head_dim], changed in place

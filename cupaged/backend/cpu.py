@@ -15,6 +15,7 @@ from cupaged.backend.arena import Arena
 from cupaged.backend.base import Array, KVCacheView, LogprobArrays, Part
 from cupaged.batch import Batch
 from cupaged.config import ModelConfig
+from cupaged.jit import specialize
 from cupaged.kernels import linear, logprobs, paged_attention, rms_norm, rope_kv_write, rows, sample, silu_mul
 from cupaged.kernels.linear import PackedLinear
 from cupaged.threads import ParallelRegion
@@ -42,6 +43,9 @@ class CpuBackend:
             raise ValueError(f"dtype={dtype!r} is not supported on the CPU; use one of {sorted(_KV_DTYPES)}")
         self.dtype = np.dtype(np.float32)
         self.kv_dtype = np.dtype(_KV_DTYPES[dtype])
+        code = "u2" if dtype == "bfloat16" else "f4"
+        specialize(paged_attention.paged_attention_cpu, paged_attention.SIGNATURE.format(code))
+        specialize(rope_kv_write.rope_kv_write_cpu, rope_kv_write.SIGNATURE.format(code))
         self._arena = Arena()
         self._parallel = ParallelRegion(num_threads)
 
@@ -70,8 +74,8 @@ class CpuBackend:
         return array
 
     def to_host(self, array: Array) -> NDArray[Any]:
-        """Return the array itself."""
-        return np.asarray(array)
+        """Return a copy, which outlives the arena's next turn."""
+        return np.array(array)
 
     def upload(self, batch: Batch) -> Batch:
         """Return the batch itself."""
@@ -161,13 +165,9 @@ class CpuBackend:
     ) -> Array:
         """Return each query's attention over the cached keys up to its own."""
         out = self._arena.take(q.shape, np.float32)
-        sequences = (batch.block_tables, batch.query_start, batch.seq_lens, batch.num_decodes)
+        sequences = (batch.block_tables, batch.query_start, batch.seq_lens)
         mask = (scale, sliding_window, softcap, _NONE if sinks is None else sinks)
-        args = (q, _words(kv.pool), kv.layer, *sequences, *mask, out)
-        if batch.num_decodes > 0:
-            self._run(paged_attention.paged_attention_decode_cpu, *args)
-        if batch.num_decodes < batch.num_seqs:
-            self._run(paged_attention.paged_attention_prefill_cpu, *args)
+        self._run(paged_attention.paged_attention_cpu, q, _words(kv.pool), kv.layer, *sequences, *mask, out)
         return out.reshape(q.shape[0], -1)
 
     def silu_mul(self, gate_up: Array) -> Array:
