@@ -45,7 +45,8 @@ def rope_config(hf: HFConfig) -> RopeConfig:
     section = hf.section("rope_scaling" if "rope_scaling" in hf else "rope_parameters")
     rope_type = section.get("rope_type", str, section.get("type", str, "default"))
     if rope_type not in get_args(RopeType):
-        raise ValueError(f"config.json: rope type {rope_type!r} is not supported; there are {RopeType}")
+        known = ", ".join(get_args(RopeType))
+        raise ValueError(f"config.json: rope type {rope_type!r} is not supported; there are {known}")
     unknown = section.keys() - HARMLESS_ROPE_KEYS - set(RopeConfig.__dataclass_fields__)
     if unknown:
         raise ValueError(f"config.json: rope parameters {sorted(unknown)} are not supported")

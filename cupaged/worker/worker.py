@@ -14,8 +14,8 @@ import numpy as np
 from cupaged.backend.base import Backend, Communicator, create_backend
 from cupaged.backend.comm import SingleRank
 from cupaged.batch import NUM_COUNTS, Batch, Bucket, Count, StepOutput, buffer_size, view
-from cupaged.config import EngineConfig, HFConfig, ModelConfig
-from cupaged.models import load_model_class
+from cupaged.config import EngineConfig, ModelConfig
+from cupaged.models import load_model_class, load_model_config
 from cupaged.sampling_params import MAX_LOGPROBS
 from cupaged.worker.kv_cache import KVCache, block_bytes
 from cupaged.worker.sampler import Sampler
@@ -43,9 +43,8 @@ class Worker:
     ) -> None:
         """Load everything; ValueError names what does not fit or is not supported."""
         communicator = communicator or SingleRank()
-        hf = HFConfig.from_file(model_dir / "config.json")
-        family = load_model_class(hf.get("model_type", str))
-        self.model_config: ModelConfig = family.config(hf)
+        self.model_config: ModelConfig = load_model_config(model_dir)
+        family = load_model_class(self.model_config.model_type)
         dtype = self.model_config.dtype if config.dtype == "auto" else config.dtype
         self._backend = backend = create_backend(config.device, dtype, config.num_threads)
         table = family.weights(self.model_config)

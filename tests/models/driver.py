@@ -28,11 +28,11 @@ class Driver:
         max_model_len: int,
         block_size: int = 16,
         communicator: Communicator | None = None,
-        backend: Backend | None = None,
+        dtype: str = "float32",
     ) -> None:
         comm = communicator or SingleRank()
         self.config = config = load_model_config(directory)
-        self.backend = backend or create_backend("cpu", config.dtype, 2)
+        self.backend: Backend = create_backend("cpu", dtype, 2)
         family = load_model_class(config.model_type)
         weights = Checkpoint(directory, family.weights(config), rank=comm.rank, size=comm.size)
         self.model = family.Model(config, self.backend, comm, weights, max_model_len=max_model_len)

@@ -71,7 +71,10 @@ def test_dtype_goes_before_torch_dtype() -> None:
         ({"quantization_config": {"quant_method": "awq"}}, "quantised checkpoints are not supported yet"),
         ({"torch_dtype": "float8_e4m3fn"}, "dtype 'float8_e4m3fn' is not supported"),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor 0.5 is not supported"),
-        ({"rope_scaling": {"rope_type": "longrope"}}, "rope type 'longrope' is not supported; there are"),
+        (
+            {"rope_scaling": {"rope_type": "longrope"}},
+            "rope type 'longrope' is not supported; there are default, linear,",
+        ),
         ({"rope_scaling": {"type": "default", "mrope_section": [1, 2]}}, "'mrope_section'"),
         ({"rope_parameters": {"full_attention": {"rope_type": "default"}}}, "'full_attention'"),
         ({"rope_scaling": {"type": "linear"}}, "rope_scaling has no 'factor'"),
