@@ -66,7 +66,8 @@ def measure(rows: Rows, sampling: SamplingRows, blocks: Blocks) -> tuple[int, in
             width = max(width, blocks.num_blocks[row])
             if rows.reset[row] and sampling.wants_history[row]:
                 tail += rows.num_tokens[row]
-    return tokens, seqs, width, tail + seqs * sampling.banned_token_ids.shape[1]
+    tail += seqs * sampling.banned_token_ids.shape[1]  # at most
+    return int(tokens), seqs, int(width), int(tail)
 
 
 @njit_inner

@@ -108,7 +108,7 @@ def plan_running(
     planned = 0
     for i in range(rows.num_running[0]):
         planned += rows.num_new[rows.running[i]]
-    return planned, num_preempted
+    return int(planned), num_preempted
 
 
 @njit

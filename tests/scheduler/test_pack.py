@@ -1,0 +1,254 @@
+"""What a packed step says, field by field."""
+
+import numpy as np
+import pytest
+
+from cupaged.batch import Batch, Bucket, Flag
+from cupaged.sampling_params import SamplingParams
+from cupaged.scheduler.pack import BatchBuffer, bucket_for
+from tests.scheduler.scripted import Harness, make_scheduler, make_sequence
+
+
+def schedule(harness: Harness) -> Batch:
+    batch = harness.schedule()
+    assert batch is not None
+    return batch
+
+
+def mixed() -> tuple[Harness, Batch]:
+    """Return a step of a prefill chunk of 5 that arrived first and one decode."""
+    harness = Harness(make_scheduler(max_num_batched_tokens=6))
+    harness.add(make_sequence([21, 22, 23, 24, 25, 26, 27, 28, 29, 30, 31]))
+    harness.step()
+    harness.add(make_sequence([41], 9))
+    harness.step()
+    harness.add(make_sequence([51, 52, 53, 54, 55, 56, 57, 58, 59]))
+    return harness, schedule(harness)
+
+
+def test_decodes_come_first() -> None:
+    _, batch = mixed()
+
+    assert batch.num_decodes == 2
+    assert np.diff(batch.query_start).tolist() == [1, 1, 4]
+
+
+def test_rows_are_by_arrival_within_decodes_and_within_chunks() -> None:
+    harness = Harness(make_scheduler())
+    seqs = [make_sequence([i] * n) for i, n in enumerate((1, 3, 1, 2, 1))]
+    harness.add(*seqs)
+
+    batch = schedule(harness)
+
+    assert batch.rows.tolist() == [seqs[i].row for i in (0, 2, 4, 1, 3)]
+
+
+def test_chunk_of_one_token_counts_as_decode() -> None:
+    harness = Harness(make_scheduler(max_num_batched_tokens=4))
+    harness.add(make_sequence([1, 2, 3]), make_sequence([4, 5, 6]))
+
+    batch = schedule(harness)
+
+    assert batch.num_decodes == 1
+    assert batch.input_ids.tolist() == [4, 1, 2, 3]
+    assert batch.flags.tolist() == [Flag.RESET, Flag.RESET | Flag.SAMPLES]
+
+
+def test_ids_positions_and_lengths_continue_where_the_last_chunk_ended() -> None:
+    harness = Harness(make_scheduler(max_num_batched_tokens=6))
+    harness.add(make_sequence([21, 22, 23, 24, 25, 26, 27, 28, 29]))
+    harness.step()
+
+    batch = schedule(harness)
+
+    assert batch.input_ids.tolist() == [27, 28, 29]
+    assert batch.positions.tolist() == [6, 7, 8]
+    assert batch.seq_lens.tolist() == [9]
+
+
+def test_slots_follow_the_block_table() -> None:
+    harness = Harness(make_scheduler(block_size=4))
+    harness.add(make_sequence(2), make_sequence(6))
+
+    batch = schedule(harness)
+
+    tables = batch.block_tables
+    assert batch.slot_mapping[:2].tolist() == [4 * tables[0, 0], 4 * tables[0, 0] + 1]
+    assert batch.slot_mapping[2:].tolist() == [4 * tables[1, p // 4] + p % 4 for p in range(6)]
+
+
+def test_block_tables_are_as_wide_as_the_longest_and_end_with_minus_one() -> None:
+    harness = Harness(make_scheduler(block_size=4))
+    harness.add(make_sequence(2), make_sequence(9))
+
+    batch = schedule(harness)
+
+    assert batch.block_tables.shape == (2, 3)
+    assert (batch.block_tables[0] >= 0).tolist() == [True, False, False]
+    assert batch.block_tables[0, 1:].tolist() == [-1, -1]
+
+
+def test_first_step_and_first_step_after_preemption_say_reset() -> None:
+    seqs = [make_sequence([i, 5, 6, 7], 8) for i in range(3)]
+    harness = Harness(make_scheduler(num_blocks=4, max_model_len=16))
+    harness.add(*seqs)
+    resets = []
+
+    while harness.scheduler.has_unfinished():
+        batch = schedule(harness)
+        by_row = {seq.row: seq for seq in seqs}
+        resets += [by_row[int(row)] for row in batch.rows[batch.flags & int(Flag.RESET) > 0]]
+        harness.update()
+
+    assert [resets.count(seq) for seq in seqs] == [1 + seq.num_preemptions for seq in seqs]
+    assert harness.scheduler.num_preemptions > 0
+
+
+def test_sampling_rows_want_their_last_position() -> None:
+    harness = Harness(make_scheduler(max_num_batched_tokens=8))
+    harness.add(make_sequence(3), make_sequence(9))
+
+    batch = schedule(harness)
+
+    assert batch.logit_index.tolist() == [2]
+    assert batch.logit_seq.tolist() == [0]
+    assert batch.logit_target.tolist() == [-1]
+
+
+def test_prompt_positions_want_the_next_prompt_token_and_then_a_sample() -> None:
+    harness = Harness(make_scheduler())
+    params = SamplingParams(max_tokens=4, prompt_logprobs=3)
+    harness.add(make_sequence([7, 8]), make_sequence([11, 12, 13], params=params))
+
+    batch = schedule(harness)
+
+    assert batch.logit_index.tolist() == [1, 2, 3, 4]
+    assert batch.logit_seq.tolist() == [0, 1, 1, 1]
+    assert batch.logit_target.tolist() == [-1, 12, 13, -1]
+    assert batch.num_prompt_logprobs.tolist() == [-1, 3]
+
+
+def test_sampling_parameters_stand_by_sequence() -> None:
+    harness = Harness(make_scheduler())
+    params = SamplingParams(temperature=0.5, top_p=0.75, min_p=0.125, top_k=40, max_tokens=4, logprobs=5)
+    seq = make_sequence(3, params=params)
+    seq.seed = 0xFEDCBA98_00000007
+    seq.index = 2
+    harness.add(make_sequence(5), seq)
+
+    batch = schedule(harness)
+
+    assert batch.temperature.tolist() == [1.0, 0.5]
+    assert batch.top_p.tolist() == [1.0, 0.75]
+    assert batch.min_p.tolist() == [0.0, 0.125]
+    assert batch.top_k.tolist() == [0, 40]
+    assert batch.num_logprobs.tolist() == [-1, 5]
+    assert batch.group_index.tolist() == [0, 2]
+    assert batch.seed[1].view(np.uint32).tolist() == [7, 0xFEDCBA98]
+
+
+def test_negative_seed_is_two_words_of_twos_complement() -> None:
+    harness = Harness(make_scheduler())
+    seq = make_sequence(3)
+    seq.seed = -2
+    harness.add(seq)
+
+    assert schedule(harness).seed.tolist() == [[-2, -1]]
+
+
+def test_output_position_counts_the_tokens_in_flight() -> None:
+    harness = Harness(make_scheduler())
+    harness.add(make_sequence(3))
+
+    assert schedule(harness).output_position.tolist() == [0]
+    assert schedule(harness).output_position.tolist() == [1]
+    harness.update()
+    assert schedule(harness).output_position.tolist() == [2]
+
+
+def test_banned_ids_last_until_min_tokens_are_out_or_in_flight() -> None:
+    params = SamplingParams(max_tokens=4, min_tokens=2)
+    harness = Harness(make_scheduler())
+    harness.add(make_sequence(2), make_sequence(3, params=params, banned=(8, 9)))
+
+    first, second = schedule(harness), schedule(harness)
+    assert [first.banned.tolist(), first.banned_start.tolist()] == [[8, 9], [0, 0, 2]]
+    assert second.banned.tolist() == [8, 9]
+    harness.update()
+    third = schedule(harness)
+    assert [third.banned.tolist(), third.banned_start.tolist()] == [[], [0, 0, 0]]
+
+
+def test_chunk_that_does_not_sample_bans_nothing() -> None:
+    params = SamplingParams(max_tokens=4, min_tokens=2)
+    harness = Harness(make_scheduler(max_num_batched_tokens=2))
+    harness.add(make_sequence(3, params=params, banned=(8, 9)))
+
+    assert schedule(harness).banned.size == 0
+
+
+def test_banned_ids_beyond_the_buffer_make_it_grow() -> None:
+    params = SamplingParams(max_tokens=4, min_tokens=2)
+    harness = Harness(make_scheduler())
+    banned = tuple(range(1000, 9000))
+    harness.add(make_sequence(3, params=params, banned=banned), make_sequence(3))
+
+    batch = schedule(harness)
+
+    assert batch.banned.tolist() == list(banned)
+    assert schedule(harness).banned.tolist() == list(banned)
+    assert batch.input_ids.tolist() == [1, 2, 3, 1, 2, 3]
+
+
+def test_history_comes_with_reset_for_rows_that_want_it() -> None:
+    harness = Harness(make_scheduler(max_num_batched_tokens=4))
+    seqs = [make_sequence([5, 6]), make_sequence([7, 8, 9])]
+    harness.add(*seqs)
+    harness.scheduler._admit(4)
+    harness.scheduler._sampling.wants_history[seqs[1].row] = True
+
+    batch = schedule(harness)
+
+    assert batch.history.tolist() == [7, 8, 9]
+    assert batch.history_start.tolist() == [0, 0, 3]
+    harness.update()
+    assert schedule(harness).history.size == 0
+
+
+@pytest.mark.parametrize("max_num_seqs", [8, 9])
+def test_padding_touches_nothing(max_num_seqs: int) -> None:
+    harness = Harness(make_scheduler(max_num_seqs=max_num_seqs, num_batches=1))
+    harness.add(*[make_sequence(7, 2) for _ in range(max_num_seqs)])
+    harness.run()
+    harness.add(make_sequence([5, 6, 7]))
+
+    batch = schedule(harness)
+
+    arrays = batch.arrays
+    assert not arrays.input_ids[3:].any()
+    assert not arrays.positions[3:].any()
+    assert (arrays.slot_mapping[3:] == -1).all()
+    assert (arrays.query_start[1:] == 3).all()
+    assert (arrays.rows[1:] == -1).all()
+    assert not arrays.seq_lens[1:].any()
+    assert (arrays.block_tables[1:] == -1).all()
+    assert (arrays.block_tables[0, 1:] == -1).all()
+
+
+def test_buckets_are_powers_of_two_that_hold_the_counts() -> None:
+    assert bucket_for(1, 1, 1) == Bucket(16, 8, 16)
+    assert bucket_for(17, 8, 16) == Bucket(32, 8, 16)
+    assert bucket_for(2048, 256, 257) == Bucket(2048, 256, 512)
+
+
+def test_views_of_a_bucket_are_cut_once() -> None:
+    buffer = BatchBuffer(Bucket(16, 8, 16))
+
+    assert buffer.views(Bucket(16, 8, 16), 0) is buffer.views(Bucket(16, 8, 16), 0)
+
+
+def test_buffer_that_grew_for_a_tail_still_holds_the_largest_bucket() -> None:
+    buffer = BatchBuffer(Bucket(32, 8, 16))
+
+    assert buffer.views(Bucket(16, 8, 16), 5000).tail.size >= 5000
+    assert buffer.views(Bucket(32, 8, 16), 0).block_tables.shape == (8, 16)
