@@ -87,6 +87,9 @@ def chat_prompt(body: ChatBody, tokenizer: Tokenizer) -> list[int]:
     for name in _RESERVED:
         if name in variables:
             raise BodyError(f"chat_template_kwargs cannot set {name}", f"chat_template_kwargs.{name}")
+    for i, message in enumerate(body.messages):
+        if message.tool_calls:
+            raise BodyError("tool_calls is not supported yet; leave it out", f"messages[{i}].tool_calls")
     text = tokenizer.render_chat(
         [message.for_template() for message in body.messages],
         add_generation_prompt=body.add_generation_prompt is not False,

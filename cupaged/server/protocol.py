@@ -84,7 +84,7 @@ class Message(msgspec.Struct, kw_only=True):
     role: Literal["system", "developer", "user", "assistant"]
     content: str | list[ContentPart] | None = None
     name: str | None = None
-    tool_calls: Annotated[list[Any], msgspec.Meta(max_length=0)] | None = None
+    tool_calls: list[Any] | None = None
 
     def for_template(self) -> dict[str, Any]:
         """Return the message as chat templates read it; no content is an empty text."""

@@ -108,6 +108,11 @@ def test_a_stream_of_several_requests_carries_the_outputs_of_all(make_engine: Ma
     run_with(make_engine(), work)
 
 
+def slow_next_token(token_id: int, position: int) -> int:
+    time.sleep(0.01)
+    return next_token(token_id, position)
+
+
 def test_closing_the_iterator_frees_the_blocks(make_engine: MakeEngine) -> None:
     async def work(engine: AsyncEngine) -> None:
         async with aclosing(engine.generate(PROMPT, delta(200), "r")) as outputs:
@@ -117,7 +122,7 @@ def test_closing_the_iterator_frees_the_blocks(make_engine: MakeEngine) -> None:
         assert not engine.engine.has_unfinished()
         assert engine.engine.num_steps < 200
 
-    run_with(make_engine(), work)
+    run_with(make_engine(follow=slow_next_token), work)
 
 
 def test_cancelling_the_caller_aborts_also_while_queued(make_engine: MakeEngine) -> None:
@@ -248,11 +253,7 @@ def test_shutdown_lets_requests_in_flight_finish_and_refuses_new_ones(make_engin
 
 
 def test_shutdown_aborts_what_has_not_finished_in_time(make_engine: MakeEngine) -> None:
-    def slow(token_id: int, position: int) -> int:
-        time.sleep(0.02)
-        return next_token(token_id, position)
-
-    llm_engine = make_engine(follow=slow)
+    llm_engine = make_engine(follow=slow_next_token)
 
     async def main() -> None:
         engine = AsyncEngine(llm_engine)

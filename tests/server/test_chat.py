@@ -1,0 +1,106 @@
+"""What answers to /v1/chat/completions look like, whole and streamed, and how messages become a prompt."""
+
+from tests.engine.conftest import ALPHABET
+from tests.engine.scripted import continuation
+from tests.server.conftest import Client, MakeClient, text_after
+
+
+def test_an_answer_has_the_assistants_message_and_its_usage(client: Client) -> None:
+    reply = client.chat(max_tokens=5).json()
+
+    assert reply["object"] == "chat.completion"
+    assert reply["id"].startswith("chatcmpl-")
+    assert reply["choices"] == [
+        {
+            "index": 0,
+            "message": {"role": "assistant", "content": text_after("uhiA", 5)},
+            "logprobs": None,
+            "finish_reason": "length",
+            "stop_reason": None,
+        }
+    ]
+    assert reply["usage"] == {"prompt_tokens": 4, "completion_tokens": 5, "total_tokens": 9}
+
+
+def test_without_max_tokens_the_answer_fills_the_window(make_client: MakeClient) -> None:
+    reply = make_client(max_model_len=40).chat().json()
+
+    assert reply["usage"] == {"prompt_tokens": 4, "completion_tokens": 36, "total_tokens": 40}
+
+
+def test_the_template_gets_its_variables(client: Client) -> None:
+    reply = client.chat(chat_template_kwargs={"tone": "xyz"}, max_tokens=3).json()
+
+    assert reply["choices"][0]["message"]["content"] == text_after("uhixyzA", 3)
+
+
+def test_the_final_message_can_be_continued(client: Client) -> None:
+    messages = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "yes"}]
+
+    reply = client.chat(
+        messages, add_generation_prompt=False, continue_final_message=True, max_tokens=3
+    ).json()
+
+    assert reply["choices"][0]["message"]["content"] == text_after("uhiayes", 3)
+
+
+def test_template_variables_cannot_stand_in_for_fields_of_the_body(client: Client) -> None:
+    error = client.chat(chat_template_kwargs={"chat_template": "x"}).json()["error"]
+
+    assert error["param"] == "chat_template_kwargs.chat_template"
+
+
+def test_tool_calls_in_a_message_are_refused(client: Client) -> None:
+    error = client.chat([{"role": "assistant", "tool_calls": [{"id": "call_1"}]}]).json()["error"]
+
+    assert error["param"] == "messages[0].tool_calls"
+
+
+def test_logprobs_are_a_list_of_tokens_with_bytes_and_alternatives(client: Client) -> None:
+    choice = client.chat(max_tokens=1, logprobs=True, top_logprobs=1).json()["choices"][0]
+
+    (first,) = continuation([ALPHABET.index(text) for text in "uhiA"], 1)
+    assert choice["logprobs"] == {
+        "content": [
+            {
+                "token": ALPHABET[first],
+                "logprob": -first / 8,
+                "bytes": [ord(ALPHABET[first])],
+                "top_logprobs": [{"token": "<eos>", "logprob": 0.0, "bytes": list(b"<eos>")}],
+            }
+        ]
+    }
+
+
+def test_logprobs_without_top_logprobs_have_no_alternatives(client: Client) -> None:
+    reply = client.chat(max_tokens=2, logprobs=True)
+
+    assert reply.status_code == 200
+    content = reply.json()["choices"][0]["logprobs"]["content"]
+    assert [token["top_logprobs"] for token in content] == [[], []]
+
+
+def test_the_role_comes_with_the_first_text_and_only_there(client: Client) -> None:
+    chunks = client.stream("/v1/chat/completions", messages=[{"role": "user", "content": "hi"}], max_tokens=3)
+
+    deltas = [chunk["choices"][0]["delta"] for chunk in chunks]
+    text = text_after("uhiA", 3)
+    assert deltas == [{"role": "assistant", "content": text[0]}, {"content": text[1]}, {"content": text[2]}]
+    assert {chunk["object"] for chunk in chunks} == {"chat.completion.chunk"}
+
+
+def test_prompt_logprobs_stand_beside_the_choices(client: Client) -> None:
+    reply = client.chat(prompt_logprobs=0, max_tokens=1).json()
+
+    assert len(reply["prompt_logprobs"]) == 4
+    assert reply["prompt_logprobs"][0] is None
+
+
+def test_a_template_that_refuses_the_messages_is_a_400(make_client: MakeClient) -> None:
+    client = make_client(chat_template="{{ raise_exception('roles must alternate') }}{{ messages }}")
+
+    reply = client.chat()
+
+    assert reply.status_code == 400
+    assert reply.json()["error"]["param"] == "messages"
+    assert "roles must alternate" in reply.json()["error"]["message"]

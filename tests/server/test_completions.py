@@ -1,0 +1,168 @@
+"""What answers to /v1/completions look like, whole and streamed."""
+
+import pytest
+
+from cupaged.outputs import CompletionOutput, Logprob, RequestOutput
+from cupaged.server.completions import CompletionFormat
+from cupaged.server.protocol import CompletionBody
+from cupaged.server.replies import Usage
+from tests.engine.conftest import ALPHABET, MakeEngine
+from tests.engine.scripted import continuation
+from tests.server.conftest import Client, MakeClient, text_after
+
+
+def test_a_completion_has_the_models_text_and_its_usage(client: Client) -> None:
+    reply = client.complete("abc", max_tokens=5).json()
+
+    assert reply["object"] == "text_completion"
+    assert reply["id"].startswith("cmpl-")
+    assert reply["model"] == "tiny"
+    assert reply["choices"] == [
+        {
+            "index": 0,
+            "text": text_after("abc", 5),
+            "logprobs": None,
+            "finish_reason": "length",
+            "stop_reason": None,
+        }
+    ]
+    assert reply["usage"] == {"prompt_tokens": 3, "completion_tokens": 5, "total_tokens": 8}
+
+
+def test_sixteen_tokens_unless_the_body_says_more(client: Client) -> None:
+    assert client.complete().json()["usage"]["completion_tokens"] == 16
+
+
+def test_token_ids_give_the_same_text(client: Client) -> None:
+    assert client.complete([1, 2, 3]).json()["choices"] == client.complete("abc").json()["choices"]
+
+
+def test_choices_are_in_the_order_of_the_prompts_whoever_ends_first(make_client: MakeClient) -> None:
+    stop_after = {10: 9, 20: 3, 30: 6}
+
+    def follow(token_id: int, position: int) -> int:
+        return 0 if position == stop_after[token_id] else token_id
+
+    client = make_client(follow=follow)
+    reply = client.complete([[10], [20], [30]], max_tokens=30).json()
+
+    texts = [ALPHABET[10] * 9, ALPHABET[20] * 3, ALPHABET[30] * 6]
+    assert [(choice["index"], choice["text"]) for choice in reply["choices"]] == list(enumerate(texts))
+    assert {choice["finish_reason"] for choice in reply["choices"]} == {"stop"}
+    assert reply["usage"] == {"prompt_tokens": 3, "completion_tokens": 10 + 4 + 7, "total_tokens": 24}
+
+
+def test_stop_text_cuts_and_is_the_stop_reason(client: Client) -> None:
+    text = text_after("abc", 8)
+
+    choice = client.complete("abc", stop=[text[3:5]]).json()["choices"][0]
+
+    assert (choice["text"], choice["finish_reason"], choice["stop_reason"]) == (text[:3], "stop", text[3:5])
+
+
+def test_logprobs_are_four_lists_with_the_chosen_token_among_the_top(client: Client) -> None:
+    choice = client.complete("abc", max_tokens=2, logprobs=1).json()["choices"][0]
+
+    first, second = continuation([1, 2, 3], 2)
+    assert choice["logprobs"] == {
+        "tokens": [ALPHABET[first], ALPHABET[second]],
+        "token_logprobs": [-first / 8, -second / 8],
+        "top_logprobs": [
+            {"<eos>": 0.0, ALPHABET[first]: -first / 8},
+            {"<eos>": 0.0, ALPHABET[second]: -second / 8},
+        ],
+        "text_offset": [0, 1],
+    }
+
+
+def test_logprobs_0_gives_the_chosen_token_alone(client: Client) -> None:
+    logprobs = client.complete("abc", max_tokens=1, logprobs=0).json()["choices"][0]["logprobs"]
+
+    (first,) = continuation([1, 2, 3], 1)
+    assert logprobs["top_logprobs"] == [{ALPHABET[first]: -first / 8}]
+
+
+def test_echo_begins_with_the_prompt(client: Client) -> None:
+    for prompt in ("abc", [1, 2, 3]):
+        assert client.complete(prompt, echo=True).json()["choices"][0]["text"] == "abc" + text_after(
+            "abc", 16
+        )
+
+
+def test_echo_with_logprobs_scores_every_token_but_the_first(client: Client) -> None:
+    choice = client.complete("abc", echo=True, logprobs=1, max_tokens=1).json()["choices"][0]
+
+    (first,) = continuation([1, 2, 3], 1)
+    assert choice["text"] == "abc" + ALPHABET[first]
+    assert choice["logprobs"] == {
+        "tokens": ["a", "b", "c", ALPHABET[first]],
+        "token_logprobs": [None, -2 / 8, -3 / 8, -first / 8],
+        "top_logprobs": [
+            None,
+            {"<eos>": 0.0, "b": -2 / 8},
+            {"<eos>": 0.0, "c": -3 / 8},
+            {"<eos>": 0.0, ALPHABET[first]: -first / 8},
+        ],
+        "text_offset": [0, 1, 2, 3],
+    }
+
+
+def test_prompt_logprobs_are_by_token_id_and_null_first(client: Client) -> None:
+    choice = client.complete("ab", prompt_logprobs=0).json()["choices"][0]
+
+    assert choice["prompt_logprobs"] == [None, {"2": {"logprob": -0.25, "rank": 3, "decoded_token": "b"}}]
+
+
+def test_streamed_pieces_make_the_whole(client: Client) -> None:
+    whole = client.complete("abc", echo=True, logprobs=1).json()["choices"][0]
+
+    chunks = client.stream("/v1/completions", prompt="abc", echo=True, logprobs=1)
+
+    pieces = [choice for chunk in chunks for choice in chunk["choices"]]
+    assert "".join(piece["text"] for piece in pieces) == whole["text"]
+    for name, values in whole["logprobs"].items():
+        assert [value for piece in pieces for value in piece["logprobs"][name]] == values
+    assert [piece["finish_reason"] for piece in pieces] == [None] * 15 + ["length"]
+
+
+def test_streamed_choices_of_several_prompts_carry_their_index(client: Client) -> None:
+    chunks = client.stream("/v1/completions", prompt=["abc", "d"], max_tokens=4)
+
+    for index, prompt in enumerate(["abc", "d"]):
+        own = [choice for chunk in chunks for choice in chunk["choices"] if choice["index"] == index]
+        assert "".join(choice["text"] for choice in own) == text_after(prompt, 4)
+
+
+@pytest.fixture
+def form(make_engine: MakeEngine) -> CompletionFormat:
+    return CompletionFormat(
+        body=CompletionBody(prompt="abc", logprobs=2),
+        id="cmpl-1",
+        created=0,
+        model="tiny",
+        tokenizer=make_engine().tokenizer,
+    )
+
+
+def output_with(entry: dict[int, Logprob], token_id: int) -> RequestOutput:
+    completion = CompletionOutput(index=0, text="x", token_ids=[token_id], logprobs=[entry])
+    return RequestOutput("cmpl-1-0", "abc", [1, 2, 3], None, [completion])
+
+
+def test_minus_infinity_becomes_a_finite_floor(form: CompletionFormat) -> None:
+    entry = {5: Logprob(-float("inf"), 3, "e"), 6: Logprob(0.0, 1, "f"), 7: Logprob(-float("inf"), 2, "g")}
+
+    logprobs = form.whole([output_with(entry, 5)], Usage()).choices[0].logprobs
+
+    assert logprobs is not None
+    assert logprobs.token_logprobs == [-9999.0]
+    assert logprobs.top_logprobs == [{"f": 0.0, "g": -9999.0, "e": -9999.0}]
+
+
+def test_of_tokens_with_equal_texts_the_likelier_counts(form: CompletionFormat) -> None:
+    entry = {5: Logprob(-2.0, 2, "\ufffd"), 6: Logprob(-0.5, 1, "\ufffd")}
+
+    logprobs = form.whole([output_with(entry, 5)], Usage()).choices[0].logprobs
+
+    assert logprobs is not None
+    assert (logprobs.token_logprobs, logprobs.top_logprobs) == ([-2.0], [{"\ufffd": -0.5}])
