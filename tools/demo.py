@@ -98,7 +98,8 @@ def check_sha256(file: Path, expected: str) -> None:
 
 def load(model: str) -> LLMEngine:
     """Load the engine and let it answer once, so that compiling kernels is not counted as answering."""
-    with tqdm(total=2, desc="Loading", bar_format="{desc}: {bar} {elapsed}", file=sys.stderr) as bar:
+    bar_format = "{desc} {bar} {elapsed}"
+    with tqdm(total=2, desc="Loading", bar_format=bar_format, file=sys.stderr) as bar:
         engine = LLMEngine(EngineConfig.create(model, kv_cache_memory=KV_CACHE_MEMORY))
         bar.update()
         bar.set_description_str("Compiling")
