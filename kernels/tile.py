@@ -170,8 +170,9 @@ def multiply_rows(c: Any, a: Any, b: Any, at: Places, rows: int, columns: int, d
             else:
                 vector_tile(c, a, b, here, few, depth)
                 j += VECTOR
-        for row in range(i, i + few):
-            for k in range(depth):
-                x = a[at.a + row * at.a_stride + k]
-                for rest in range(j, columns):
-                    c[at.c + row * at.c_stride + rest] += x * load(b[at.b + k * at.b_stride + rest])
+        if j < columns:
+            for row in range(i, i + few):
+                for k in range(depth):
+                    x = a[at.a + row * at.a_stride + k]
+                    for rest in range(j, columns):
+                        c[at.c + row * at.c_stride + rest] += x * load(b[at.b + k * at.b_stride + rest])
