@@ -66,7 +66,7 @@ def finite(logprob: float) -> float:
 def most_likely(entry: Logprobs, num_top: int) -> list[tuple[int, Logprob]]:
     """Return the `num_top` most likely tokens of an entry, which may also hold a less likely chosen one."""
     top = [(token_id, token) for token_id, token in entry.items() if token.rank <= num_top]
-    return sorted(top, key=lambda item: item[1].rank)
+    return sorted(top, key=lambda item: item[1].rank)[:num_top]  # ranks may tie
 
 
 def prompt_logprobs_json(entries: list[Logprobs | None] | None) -> Any:

@@ -118,8 +118,8 @@ def slow_next_token(token_id: int, position: int) -> int:
 
 async def drained(engine: AsyncEngine) -> bool:
     for _ in range(1000):
-        if not engine.engine.has_unfinished():
-            return engine.engine.scheduler.num_used_blocks == 0
+        if engine.engine.scheduler.num_used_blocks == 0 and not engine.engine.has_unfinished():
+            return True
         await asyncio.sleep(0.005)
     return False
 

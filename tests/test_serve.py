@@ -1,0 +1,112 @@
+"""python -m cupaged.serve: its flags, what stops it from starting, and one run over a real model."""
+
+import signal
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import httpx
+import pytest
+
+from cupaged import serve
+
+
+def test_flags_of_engine_and_server_have_their_defaults() -> None:
+    args, config = serve.parse_args(["org/name"])
+
+    assert (args.host, args.port, args.served_model_name, args.api_key) == ("127.0.0.1", 8000, None, None)
+    assert (config.model, config.max_model_len, config.block_size) == ("org/name", None, 16)
+
+
+def test_flags_arrive() -> None:
+    names = ["--served-model-name", "a", "b"]
+    args, config = serve.parse_args(
+        ["m", "--max-model-len", "99", "--port", "0", *names, "--shutdown-timeout", "1.5"]
+    )
+
+    assert config.max_model_len == 99
+    assert (args.port, args.served_model_name, args.shutdown_timeout) == (0, ["a", "b"], 1.5)
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        ([], "MODEL"),
+        (["m", "--port", "70000"], "70000 is not in 0..65535"),
+        (["m", "--port", "x"], "--port"),
+        (["m", "--shutdown-timeout", "-1"], "--shutdown-timeout"),
+        (["m", "--api-key", ""], "--api-key"),
+        (["m", "--block-size", "17"], "block_size must be one of"),
+        (["m", "--dtype", "int4"], "--dtype"),
+        (["m", "--max-model", "9"], "--max-model"),
+        (["m", "--nonsense"], "--nonsense"),
+    ],
+)
+def test_bad_flags_are_refused(flags: list[str], words: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        serve.parse_args(flags)
+
+    assert caught.value.code == 2
+    assert words in capsys.readouterr().err
+
+
+def run(*flags: str, setup: str = "") -> subprocess.CompletedProcess[str]:
+    program = f"import sys\n{setup}\nfrom cupaged.serve import main\nsys.exit(main(sys.argv[1:]))"
+    return subprocess.run([sys.executable, "-c", program, *flags], capture_output=True, text=True, timeout=60)
+
+
+def test_without_the_serve_extra_the_error_says_how_to_install_it() -> None:
+    done = run("m", setup="sys.modules['uvicorn'] = None")
+
+    assert done.returncode == 1
+    assert done.stderr == "error: the server needs uvicorn: pip install 'cupaged[serve]'\n"
+
+
+def test_a_model_that_is_not_there_is_one_line(tmp_path: Path) -> None:
+    done = run(str(tmp_path / "nothing"), "--port", "0")
+
+    assert done.returncode == 1
+    assert done.stderr.startswith("error: ")
+    assert done.stderr.count("\n") == 1
+
+
+def test_a_port_in_use_is_found_before_the_model_is_loaded(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = str(taken.getsockname()[1])
+        done = run(str(tmp_path / "nothing"), "--port", port)
+
+    assert done.returncode == 1
+    assert f"cannot listen on 127.0.0.1 port {port}" in done.stderr
+
+
+def test_a_model_is_served_until_sigterm(tiny_llama_dir: Path) -> None:
+    command = [
+        sys.executable,
+        "-m",
+        "cupaged.serve",
+        str(tiny_llama_dir),
+        "--port",
+        "0",
+        "--served-model-name",
+        "tiny",
+    ]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    try:
+        assert process.stdout is not None
+        ready = process.stdout.readline()
+        body = {
+            "model": "tiny",
+            "messages": [{"role": "user", "content": "hi"}],
+            "max_tokens": 4,
+            "ignore_eos": True,
+        }
+        reply = httpx.post(f"{ready.split()[-1]}/v1/chat/completions", json=body, timeout=60)
+        process.send_signal(signal.SIGTERM)
+
+        assert process.wait(30) == 0
+        assert reply.json()["usage"]["completion_tokens"] == 4
+        assert process.communicate()[0] == ""
+    finally:
+        process.kill()
+        process.communicate()
