@@ -10,7 +10,6 @@ from cupaged.engine.tokenizer import REPLACEMENT, Tokenizer
 
 _PROMPT_WINDOW = 8  # tokens of the prompt that give the output its context
 _MAX_WINDOW = 16  # tokens decoded again with each new one before the window is cut short
-_MAX_UTF8_BYTES = 4  # of one character
 
 
 class Detokenizer:
@@ -139,7 +138,7 @@ class _TextStream:
             self._byte_fallback = tokenizer.byte_fallback()
             self._window = [i for token_id in prompt_token_ids[begin:] for i in self._whole(int(token_id))]
             self._shown = self._decode(self._window)
-        self._num_whole = len(self._window)  # tokens of the window before the last characters shown
+        self._num_whole = len(self._window)  # tokens of the window that end in a whole character
 
     def feed(self, token_id: int) -> str:
         """Return the text that `token_id` completes."""
@@ -165,25 +164,14 @@ class _TextStream:
         end = len(text) - is_partial
         # Only a prompt that ends inside a character is shown differently afterwards: the character is ours.
         begin = len(self._shown) if text.startswith(self._shown) else len(self._shown) - 1
+        self._window = window
         if end <= begin:
-            # A token that shows nothing is left out, or a run of them would make the window grow.
-            if is_partial or not self._shown:
-                self._window = window
             return ""
-        self._window, self._shown = window, text[:end]
+        self._shown = text[:end]
         if len(window) > _MAX_WINDOW:
-            self._shorten(is_partial)
-        if not is_partial:
-            self._num_whole = len(self._window)
+            self._window = window[self._num_whole :]
+            tail = self._decode(self._window)
+            self._shown = tail[: len(tail) - is_partial]
+        # The U+FFFD that waits began with the last token: what was before it is known by now.
+        self._num_whole = len(self._window) - (len(ids) if is_partial else 0)
         return text[begin:end]
-
-    def _shorten(self, is_partial: bool) -> None:
-        """Keep the tokens of the last characters, so that the window still begins with a whole one.
-
-        Where only invalid bytes come there is no such place, but only the last three can become a character.
-        """
-        window = self._window[-_MAX_UTF8_BYTES:] if is_partial else self._window[self._num_whole :]
-        text = self._decode(window)
-        shown = text[: len(text) - is_partial]
-        if shown:  # else the space that decoders strip from a beginning is still to come
-            self._window, self._shown, self._num_whole = window, shown, 0
