@@ -9,18 +9,22 @@ from numba.extending import intrinsic, overload
 
 from cupaged.jit import njit
 
+# ruff: noqa: ARG001, ARG005  (Numba's overloads repeat the parameters of what they stand for)
+
 
 def float_from_bits(bits: Any) -> Any:
     """Return the float32 whose bits are the int32 `bits`."""
     return np.array(bits, np.int32).view(np.float32)[()]
 
 
-@intrinsic
-def _bitcast(_context: Any, _bits: Any) -> Any:
+def _type_bitcast(_context: Any, _bits: Any) -> Any:
     def emit(_context: Any, builder: Any, _signature: Any, args: Any) -> Any:
         return builder.bitcast(args[0], ir.FloatType())
 
     return types.float32(types.int32), emit
+
+
+_bitcast: Any = intrinsic(_type_bitcast)
 
 
 @overload(float_from_bits, strict=False)
@@ -48,12 +52,14 @@ def store(like: Any, x: Any) -> Any:
     return np.uint16(((bits >> 16) | 0x40) if x != x else (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16)
 
 
-@intrinsic
-def _float_bits(_context: Any, _x: Any) -> Any:
+def _type_float_bits(_context: Any, _x: Any) -> Any:
     def emit(_context: Any, builder: Any, _signature: Any, args: Any) -> Any:
         return builder.bitcast(args[0], ir.IntType(32))
 
     return types.uint32(types.float32), emit
+
+
+_float_bits: Any = intrinsic(_type_float_bits)
 
 
 @overload(store, strict=False)

@@ -5,6 +5,44 @@ from typing import Any
 import numpy as np
 
 from cupaged.jit import njit, prange
+from cupaged.kernels.bits import exp
+from cupaged.kernels.tree import BLOCK, tree_sum
+
+
+@njit
+def log_sum_exp(row: Any) -> Any:
+    """Return log(sum(exp(row))) in float64; NaN counts as minus infinity."""
+    top = np.float32(-np.inf)
+    for j in range(row.shape[0]):
+        if row[j] > top:
+            top = row[j]
+    if not abs(top) < np.inf:
+        return np.float64(top)
+    block, scratch = np.empty(BLOCK, np.float32), np.empty(BLOCK // 2, np.float32)
+    total = 0.0
+    for start in range(0, row.shape[0], BLOCK):
+        part = row[start : start + BLOCK]
+        block[part.shape[0] :] = np.float32(0.0)
+        for j in range(part.shape[0]):
+            block[j] = exp(part[j] - top) if part[j] == part[j] else np.float32(0.0)
+        total += np.float64(tree_sum(block, scratch))
+    return np.float64(top) + np.log(total)
+
+
+@njit
+def find_top(row: Any, token_ids: Any, logits: Any) -> None:
+    """Fill token_ids and their logits with the greatest of the row, the lower id first among equals."""
+    filled, limit = 0, token_ids.shape[0]
+    for j in range(row.shape[0] if limit > 0 else 0):
+        x = row[j] if row[j] == row[j] else np.float32(-np.inf)
+        if filled == limit and not x > logits[limit - 1]:
+            continue
+        place = min(filled, limit - 1)
+        while place > 0 and x > logits[place - 1]:
+            token_ids[place], logits[place] = token_ids[place - 1], logits[place - 1]
+            place -= 1
+        token_ids[place], logits[place] = j, x
+        filled = min(filled + 1, limit)
 
 
 @njit(signatures=["void(f4[:,::1],i4[::1],i4[::1],i4[::1],i4[:,::1],f4[:,::1],i4[::1])"], parallel=True)
@@ -20,21 +58,13 @@ def logprobs_cpu(
     """Fill token_ids, logprobs and ranks; among equal logits the lower id comes first."""
     for i in prange(logits.shape[0]):
         row = logits[i]
-        top = -np.inf
-        for j in range(row.shape[0]):
-            top = max(top, row[j])
-        total = 0.0
-        for j in range(row.shape[0]):
-            total += np.exp(np.float64(row[j]) - top)
-        offset = top + np.log(total)
         target = logit_target[i] if logit_target[i] >= 0 else sampled[logit_seq[i]]
-        token_ids[i, 0] = target
-        logprobs[i, 0] = row[target] - offset
+        token_ids[i, 0], logprobs[i, 0] = target, row[target]
+        find_top(row, token_ids[i, 1:], logprobs[i, 1:])
         rank = 1
         for j in range(row.shape[0]):
             rank += row[j] > row[target]
         ranks[i] = rank
-        order = np.argsort(-row, kind="mergesort")
-        for n in range(1, token_ids.shape[1]):
-            token_ids[i, n] = order[n - 1]
-            logprobs[i, n] = row[order[n - 1]] - offset
+        offset = log_sum_exp(row)
+        for n in range(logprobs.shape[1]):
+            logprobs[i, n] = np.float64(logprobs[i, n]) - offset

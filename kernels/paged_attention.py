@@ -14,8 +14,9 @@ import numpy as np
 from cupaged.jit import njit, prange
 from cupaged.kernels.bits import exp
 from cupaged.kernels.tile import ROWS, VECTOR, Places, multiply_rows
+from cupaged.kernels.tree import BLOCK, tree_max, tree_sum
 
-KV_TILE = 128  # tokens, a multiple of every block size
+KV_TILE = BLOCK  # tokens, a multiple of every block size
 QUERY_ROWS = 32  # rows of a prefill tile; with KV_TILE scores each they stay in the first-level cache
 
 
@@ -36,46 +37,6 @@ class Cache(NamedTuple):
     values: int  # in block 0: [block_size, head_dim]
     block_size: int
     head_dim: int
-
-
-@njit
-def fold_sum(x: Any, width: int) -> None:
-    """Add the upper half of x[: 2 * width] to the lower one."""
-    for j in range(width):
-        x[j] += x[width + j]
-
-
-@njit
-def fold_max(x: Any, width: int) -> None:
-    """Take the greater of the lower and the upper half of x[: 2 * width]."""
-    for j in range(width):
-        x[j] = x[j] if x[j] > x[width + j] else x[width + j]
-
-
-@njit
-def tree_sum(values: Any, scratch: Any) -> Any:
-    """Add KV_TILE numbers pairwise: an order that vectorises and that no compiler may change."""
-    for j in range(KV_TILE // 2):
-        scratch[j] = values[j] + values[KV_TILE // 2 + j]
-    fold_sum(scratch, 32)
-    fold_sum(scratch, 16)
-    fold_sum(scratch, 8)
-    fold_sum(scratch, 4)
-    fold_sum(scratch, 2)
-    return scratch[0] + scratch[1]
-
-
-@njit
-def tree_max(values: Any, scratch: Any) -> Any:
-    """Return the greatest of KV_TILE numbers."""
-    for j in range(KV_TILE // 2):
-        scratch[j] = values[j] if values[j] > values[KV_TILE // 2 + j] else values[KV_TILE // 2 + j]
-    fold_max(scratch, 32)
-    fold_max(scratch, 16)
-    fold_max(scratch, 8)
-    fold_max(scratch, 4)
-    fold_max(scratch, 2)
-    return max(scratch[0], scratch[1])
 
 
 @njit
@@ -170,7 +131,7 @@ def attend(q: Any, pool: Any, cache: Cache, table: Any, mask: Mask, bounds: Any,
     num_rows, head_dim = bounds.shape[0], cache.head_dim
     scores = np.empty(num_rows * KV_TILE, np.float32)  # then the weights
     acc = np.zeros(num_rows * head_dim, np.float32)
-    scratch = np.empty(KV_TILE, np.float32)
+    scratch = np.empty(KV_TILE // 2, np.float32)
     first, last = bounds[0, 0], bounds[num_rows - 1, 1]
     for tile in range(first // KV_TILE, (last - 1) // KV_TILE + 1):
         score_keys(scores, q, pool, cache, table, (num_rows, first, last), tile)

@@ -11,11 +11,13 @@ from typing import Any, NamedTuple
 import llvmlite.binding
 from llvmlite import ir
 from numba import types
-from numba.core import cgutils
+from numba.core import cgutils as _cgutils
 from numba.extending import intrinsic, overload
 
 from cupaged.jit import njit
 from cupaged.kernels.bits import load
+
+# ruff: noqa: ARG001  (Numba's overloads repeat the parameters of what they stand for)
 
 VECTOR = 16  # floats
 _AVX512 = llvmlite.binding.get_host_cpu_features().get("avx512f", False)
@@ -26,6 +28,7 @@ _FLOATS = ir.VectorType(ir.FloatType(), VECTOR)
 _WORDS = ir.VectorType(ir.IntType(32), VECTOR)
 _HALVES = ir.VectorType(ir.IntType(16), VECTOR)
 _INT = ir.IntType(64)
+cgutils: Any = _cgutils  # untyped
 
 
 class Places(NamedTuple):
@@ -140,12 +143,12 @@ _narrow = _create_intrinsic(1)
 
 
 @overload(wide_tile, strict=False)
-def _overload_wide(c: Any, a: Any, b: Any, at: Any, rows: Any, depth: Any) -> Any:  # noqa: ARG001
+def _overload_wide(c: Any, a: Any, b: Any, at: Any, rows: Any, depth: Any) -> Any:
     return lambda c, a, b, at, rows, depth: _wide(c, a, b, at, rows, depth)
 
 
 @overload(vector_tile, strict=False)
-def _overload_vector(c: Any, a: Any, b: Any, at: Any, rows: Any, depth: Any) -> Any:  # noqa: ARG001
+def _overload_vector(c: Any, a: Any, b: Any, at: Any, rows: Any, depth: Any) -> Any:
     return lambda c, a, b, at, rows, depth: _narrow(c, a, b, at, rows, depth)
 
 

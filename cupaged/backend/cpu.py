@@ -18,6 +18,7 @@ from cupaged.config import ModelConfig
 from cupaged.jit import specialize
 from cupaged.kernels import linear, logprobs, paged_attention, rms_norm, rope_kv_write, rows, sample, silu_mul
 from cupaged.kernels.linear import PackedLinear
+from cupaged.kernels.tree import BLOCK
 from cupaged.threads import ParallelRegion
 
 _KV_DTYPES = {"float32": np.float32, "float16": np.float32, "bfloat16": ml_dtypes.bfloat16}
@@ -194,6 +195,8 @@ class CpuBackend:
         where = slice(first, first + logits.shape[0])
         filters = (batch.temperature, batch.top_k, batch.top_p, batch.min_p)
         random = (batch.seed, batch.group_index, batch.output_position)
+        padded = -(-logits.shape[1] // BLOCK) * BLOCK
+        workspace = self._arena.take((self._parallel.num_threads, 2, padded), np.float32)
         self._run(
             sample.sample_cpu,
             logits,
@@ -203,6 +206,7 @@ class CpuBackend:
             *random,
             batch.banned_start,
             batch.banned,
+            workspace,
             token_ids,
         )
 
