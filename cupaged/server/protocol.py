@@ -5,11 +5,14 @@ version brings pass at their neutral value and are refused otherwise; fields nob
 """
 
 import re
+from reprlib import repr as shorten
 from typing import Annotated, Any, Literal, TypeVar
 
 import msgspec
 
 from cupaged.sampling_params import MAX_LOGPROBS, RequestOutputKind, SamplingParams
+
+MAX_MESSAGE = 500  # characters of an error
 
 
 class BodyError(ValueError):
@@ -17,6 +20,8 @@ class BodyError(ValueError):
 
     def __init__(self, message: str, param: str | None) -> None:
         self.param = param
+        if len(message) > MAX_MESSAGE:  # it may quote a value of any length
+            message = message[:MAX_MESSAGE] + "..."
         super().__init__(f"{message} - at `$.{param}`" if param else message)
 
 
@@ -58,7 +63,6 @@ class SamplingBody(msgspec.Struct, kw_only=True):
     logit_bias: dict[str, float] | None = None
     allowed_token_ids: list[int] | None = None
     bad_words: list[str] | None = None
-    structured_outputs: Any = None
     truncate_prompt_tokens: int | None = None
     spaces_between_special_tokens: bool | None = None
 
@@ -114,6 +118,7 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "early_stopping": (False,),
     "logits_processors": ([],),
     "detokenize": (True,),
+    "structured_outputs": (),
     "guided_json": (),
     "guided_regex": (),
     "guided_choice": (),
@@ -162,13 +167,13 @@ def parse_body(raw: bytes, kind: type[Body]) -> Body:
     """Parse a request's JSON; BodyError names the field that is wrong."""
     try:
         values = msgspec.json.decode(raw, type=dict[str, Any])
-    except msgspec.DecodeError as error:
+    except (msgspec.DecodeError, RecursionError) as error:
         raise BodyError(f"the body is not valid JSON: {error}", None) from None
     neutral = _NEUTRAL_CHAT if kind is ChatBody else _NEUTRAL_COMPLETION
     for name in neutral.keys() & values.keys():
         value = values[name]
         if value is not None and value not in neutral[name]:
-            raise BodyError(f"{name}={_shorten(value)} is not supported yet; leave it out", name)
+            raise BodyError(f"{name}={shorten(value)} is not supported yet; leave it out", name)
     try:
         return msgspec.convert(values, kind)
     except msgspec.ValidationError as error:
@@ -246,8 +251,3 @@ def _with_path(message: str) -> BodyError:
     if missing is not None:
         path = f"{path}.{missing[1]}" if path else missing[1]
     return BodyError(match[1], path or None)
-
-
-def _shorten(value: object) -> str:
-    text = repr(value)
-    return text if len(text) <= 80 else text[:77] + "..."

@@ -162,12 +162,13 @@ def test_an_id_in_use_is_refused_and_free_again_afterwards(make_engine: MakeEngi
             await anext(outputs)
             with pytest.raises(ValueError, match="request_id 'r' is in use"):
                 await collect(engine)
+            assert await asyncio.wait_for(anext(outputs), 10), "the refusal ended the one that ran"
 
         await until(lambda: not engine.engine.has_unfinished())
         await asyncio.sleep(0.01)
         assert tokens_of(await collect(engine)) == continuation(PROMPT, 8)
 
-    run_with(make_engine(), work)
+    run_with(make_engine(follow=slow_next_token), work)
 
 
 def test_a_request_that_the_engine_will_not_take_fails_alone(make_engine: MakeEngine) -> None:
@@ -199,6 +200,31 @@ def test_a_step_that_raises_fails_all_that_wait_and_all_that_come(
             engine.check_health()
         with pytest.raises(EngineDeadError, match="no more tokens"):
             await collect(engine)
+
+    with caplog.at_level(logging.CRITICAL, logger="cupaged"):
+        run_with(make_engine(follow=fail), work)
+
+
+def test_a_request_that_comes_while_the_engine_dies_fails_too(
+    make_engine: MakeEngine, caplog: pytest.LogCaptureFixture
+) -> None:
+    gate = Gate()
+
+    def fail(token_id: int, position: int) -> int:
+        gate(token_id, position)
+        raise ArithmeticError("no more tokens")
+
+    async def work(engine: AsyncEngine) -> None:
+        first = asyncio.ensure_future(collect(engine, "first"))
+        await until(lambda: gate.num_steps == 1)
+        second = await engine.make_request("second", PROMPT, delta())
+        late = asyncio.ensure_future(anext(engine.stream([second])))
+        await asyncio.sleep(0)
+        gate.is_open.set()
+
+        for task in (first, late):
+            with pytest.raises(EngineDeadError, match="no more tokens"):
+                await asyncio.wait_for(task, 10)
 
     with caplog.at_level(logging.CRITICAL, logger="cupaged"):
         run_with(make_engine(follow=fail), work)

@@ -1,6 +1,7 @@
 """Bodies: what is parsed, what each field means in SamplingParams, what is refused and by which path."""
 
 import json
+from contextlib import suppress
 from typing import Any
 
 import pytest
@@ -191,6 +192,23 @@ def test_what_is_no_json_object_is_refused(raw: bytes) -> None:
         parse_body(raw, CompletionBody)
 
 
+@pytest.mark.parametrize("depth", [100, 900, 1000, 100_000])
+@pytest.mark.parametrize("name", ["response_format", "logit_bias", "structured_outputs", "prompt", "unknown"])
+def test_nesting_without_end_is_refused_or_ignored(name: str, depth: int) -> None:
+    raw = b'{"prompt": "a", "' + name.encode() + b'": ' + b"[" * depth + b"]" * depth + b"}"
+
+    with suppress(BodyError):
+        completion_params(parse_body(raw, CompletionBody), {})
+
+
+def test_an_error_does_not_quote_a_long_value_whole() -> None:
+    with pytest.raises(BodyError) as caught:
+        completion_params(completion(bad_words=["x"] * 10_000), {})
+
+    assert len(str(caught.value)) < 600
+    assert str(caught.value).endswith(" - at `$.bad_words`")
+
+
 BAD_VALUES = {
     "temperature": -1,
     "top_p": 0,
@@ -211,7 +229,6 @@ BAD_VALUES = {
     "logit_bias": {"191222": -100},
     "allowed_token_ids": [1],
     "bad_words": ["a"],
-    "structured_outputs": {"regex": "a"},
     "truncate_prompt_tokens": 3,
     "spaces_between_special_tokens": False,
 }
@@ -258,6 +275,7 @@ def test_top_logprobs_out_of_bounds_is_refused() -> None:
     [
         ("suffix", "end"),
         ("use_beam_search", True),
+        ("structured_outputs", {"regex": "a"}),
         ("guided_json", {}),
         ("guided_regex", "a"),
         ("guided_choice", ["a"]),
