@@ -1,0 +1,111 @@
+"""A paged cache with known contents, and dense float64 attention over them.
+
+Unused cache is NaN and tables are padded with -1, so that reading what must not be read shows.
+"""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+from numpy.typing import NDArray
+
+from cupaged.jit import specialize
+from cupaged.kernels.paged_attention import SIGNATURE, paged_attention_cpu
+
+LAYER, NUM_LAYERS = 1, 2
+Floats = NDArray[np.float32]
+
+
+@dataclass
+class PagedCase:
+    """Sequences of `lens` tokens with random queries, keys and values, in shuffled blocks."""
+
+    lens: tuple[int, ...]
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    block_size: int = 16
+    kv_dtype: Any = np.float32
+    seed: int = 0
+    sliding_window: int = 0
+    softcap: float = 0.0
+    sinks: Floats = field(default_factory=lambda: np.empty(0, np.float32))
+
+    def __post_init__(self) -> None:
+        rng = np.random.default_rng(self.seed)
+        shape = (self.num_kv_heads, self.head_dim)
+        self.scale = self.head_dim**-0.5
+        self.q = [rng.standard_normal((n, self.num_heads, self.head_dim), np.float32) for n in self.lens]
+        self.k, self.v = (
+            [rng.standard_normal((n, *shape), np.float32).astype(self.kv_dtype) for n in self.lens]
+            for _ in "kv"
+        )
+        self.place(rng)
+
+    def place(self, rng: np.random.Generator) -> None:
+        """Write keys and values to blocks drawn by `rng`."""
+        num_blocks = [-(-n // self.block_size) for n in self.lens]
+        total = sum(num_blocks) + 3
+        pool = np.full(
+            (total, NUM_LAYERS, 2, self.num_kv_heads, self.block_size, self.head_dim), np.nan, self.kv_dtype
+        )
+        free = iter(rng.permutation(total).tolist())
+        self.tables = np.full((len(self.lens), max(num_blocks) + 2), -1, np.int32)
+        for seq, count in enumerate(num_blocks):
+            self.tables[seq, :count] = [next(free) for _ in range(count)]
+            for token in range(self.lens[seq]):
+                block, offset = self.tables[seq, token // self.block_size], token % self.block_size
+                keys = pool[block, LAYER, 0].reshape(self.num_kv_heads, self.head_dim, self.block_size)
+                keys[:, :, offset] = self.k[seq][token]
+                pool[block, LAYER, 1, :, offset] = self.v[seq][token]
+        self.pool = pool.view(np.uint16) if self.kv_dtype == ml_dtypes.bfloat16 else pool
+        specialize(paged_attention_cpu, SIGNATURE.format("u2" if self.pool.dtype == np.uint16 else "f4"))
+
+    def attend(self, *chunks: tuple[int, int, int]) -> list[Floats]:
+        """Run one step whose chunks (seq, start, stop) are its new tokens; return each one's output."""
+        lengths = [stop - start for _, start, stop in chunks]
+        queries = np.concatenate([self.q[seq][start:stop] for seq, start, stop in chunks])
+        fused = np.full((len(queries), self.num_heads + 2, self.head_dim), np.nan, np.float32)
+        fused[:, : self.num_heads] = queries  # the heads of one token lie in a longer row, as in qkv
+        out = np.full_like(queries, np.nan)
+        tables = np.full((len(chunks), self.tables.shape[1]), -1, np.int32)
+        for i, (seq, start, stop) in enumerate(chunks):
+            last = -(-stop // self.block_size)
+            window = self.sliding_window or stop
+            first = max(0, start + 1 - window) // self.block_size
+            tables[i, first:last] = self.tables[seq, first:last]
+        paged_attention_cpu(
+            fused[:, : self.num_heads],
+            self.pool,
+            LAYER,
+            tables,
+            np.cumsum([0, *lengths], dtype=np.int32),
+            np.array([stop for *_, stop in chunks], np.int32),
+            self.scale,
+            self.sliding_window,
+            self.softcap,
+            self.sinks,
+            out,
+        )
+        return np.split(out, np.cumsum(lengths)[:-1])
+
+    def prefill(self, seq: int = 0) -> Floats:
+        """Return all positions of a sequence, as one chunk."""
+        return self.attend((seq, 0, self.lens[seq]))[0]
+
+    def dense(self, seq: int = 0) -> NDArray[np.float64]:
+        """Return all positions of a sequence in float64, by the textbook."""
+        q, k, v = (x[seq].astype(np.float64) for x in (self.q, self.k, self.v))
+        group = self.num_heads // self.num_kv_heads
+        scores = np.einsum("qhd,khd->hqk", q, np.repeat(k, group, 1)) * self.scale
+        if self.softcap:
+            scores = self.softcap * np.tanh(scores / self.softcap)
+        distance = np.subtract.outer(np.arange(len(q)), np.arange(len(k)))
+        seen = (distance >= 0) & (distance < (self.sliding_window or len(k)))
+        scores = np.where(seen, scores, -np.inf)
+        sinks = self.sinks.astype(np.float64) if len(self.sinks) else np.full(self.num_heads, -np.inf)
+        top = np.maximum(scores.max(-1), sinks[:, None])
+        weights = np.exp(scores - top[..., None])
+        total = weights.sum(-1) + np.exp(sinks[:, None] - top)
+        return np.einsum("hqk,khd->qhd", weights / total[..., None], np.repeat(v, group, 1))

@@ -1,0 +1,122 @@
+"""The attention twin against dense float64, and the sameness of a query's bits wherever it is computed."""
+
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+from tests.kernels.paging import PagedCase
+
+ODD_LENS = (1, 15, 16, 17, 97, 1000)
+KV_DTYPES = [np.float32, ml_dtypes.bfloat16]
+HEADS = [(4, 4, 64), (9, 3, 64), (8, 2, 80), (8, 1, 96), (2, 1, 128), (3, 1, 8), (4, 2, 10), (2, 1, 256)]
+
+
+def assert_close(out: Any, expected: Any) -> None:
+    error = np.abs(out - expected)
+    assert error.max() < 3e-6, f"max error {error.max():.2e}, mean {error.mean():.2e}"
+
+
+@pytest.mark.parametrize("kv_dtype", KV_DTYPES)
+@pytest.mark.parametrize(("num_heads", "num_kv_heads", "head_dim"), HEADS)
+def test_prefill_equals_dense_attention(
+    num_heads: int, num_kv_heads: int, head_dim: int, kv_dtype: Any
+) -> None:
+    case = PagedCase((17, 97, 200), num_heads, num_kv_heads, head_dim, kv_dtype=kv_dtype)
+
+    outs = case.attend((0, 0, 17), (1, 0, 97), (2, 0, 200))
+
+    for seq, out in enumerate(outs):
+        assert_close(out, case.dense(seq))
+
+
+@pytest.mark.parametrize("block_size", [16, 32, 64, 128])
+def test_decode_of_odd_lengths_equals_dense_attention(block_size: int) -> None:
+    case = PagedCase(ODD_LENS, 9, 3, 64, block_size)
+
+    outs = case.attend(*((seq, n - 1, n) for seq, n in enumerate(ODD_LENS)))
+
+    for seq, out in enumerate(outs):
+        assert_close(out[0], case.dense(seq)[-1])
+
+
+@pytest.mark.parametrize("sliding_window", [1, 15, 16, 17, 128, 129, 300])
+def test_sliding_window_cuts_as_dense_attention_does(sliding_window: int) -> None:
+    case = PagedCase((333,), 4, 2, 16, sliding_window=sliding_window)
+
+    assert_close(case.prefill(), case.dense())
+
+
+def test_softcap_and_sinks_equal_dense_attention() -> None:
+    sinks = np.array([-1.0, 0.5, 3.0, 20.0], np.float32)
+    case = PagedCase((150,), 4, 2, 32, softcap=2.5, sinks=sinks, sliding_window=40)
+
+    assert_close(case.prefill(), case.dense())
+
+
+def test_large_scores_do_not_overflow() -> None:
+    case = PagedCase((40,), 2, 2, 16)
+    case.q[0] *= 1000
+
+    error = np.abs(case.prefill() - case.dense()).max()
+
+    assert error < 1e-3
+
+
+def test_value_after_the_query_cannot_spoil_it() -> None:
+    case = PagedCase((40,), 2, 1, 16)
+    expected = case.dense()
+    case.v[0][39] = np.inf
+    case.place(np.random.default_rng(1))
+
+    assert_close(case.prefill()[:39], expected[:39])
+
+
+@pytest.mark.parametrize("kv_dtype", KV_DTYPES)
+@pytest.mark.parametrize(
+    ("num_heads", "num_kv_heads", "head_dim"), [(2, 2, 64), (9, 3, 80), (4, 1, 96), (8, 1, 128), (3, 1, 10)]
+)
+def test_query_has_the_same_bits_in_decode_and_prefill(
+    num_heads: int, num_kv_heads: int, head_dim: int, kv_dtype: Any
+) -> None:
+    case = PagedCase((300,), num_heads, num_kv_heads, head_dim, kv_dtype=kv_dtype)
+
+    prefill = case.prefill()
+
+    for position in (0, 1, 15, 16, 17, 97, 127, 128, 129, 255, 256, 299):
+        (decode,) = case.attend((0, position, position + 1))
+        assert np.array_equal(decode[0], prefill[position]), position
+
+
+@pytest.mark.parametrize("options", [{}, {"sliding_window": 50}, {"softcap": 3.0, "sliding_window": 200}])
+def test_query_has_the_same_bits_for_every_chunk_size(options: dict[str, Any]) -> None:
+    case = PagedCase((1000,), 6, 2, 16, **options)
+    whole = case.prefill()
+
+    for size in (7, 97, 128, 500):
+        starts = range(0, 1000, size)
+        parts = [case.attend((0, start, min(start + size, 1000)))[0] for start in starts]
+        assert np.array_equal(np.concatenate(parts), whole), size
+
+
+def test_query_has_the_same_bits_among_neighbours() -> None:
+    case = PagedCase((97, 300, 17, 1, 260), 6, 2, 64)
+
+    together = case.attend((3, 0, 1), (1, 299, 300), (0, 0, 97), (4, 100, 260), (2, 3, 17))
+
+    assert np.array_equal(together[0], case.prefill(3))
+    assert np.array_equal(together[1], case.prefill(1)[299:])
+    assert np.array_equal(together[2], case.prefill(0))
+    assert np.array_equal(together[3], case.prefill(4)[100:])
+    assert np.array_equal(together[4], case.prefill(2)[3:])
+
+
+@pytest.mark.parametrize("block_size", [16, 32, 64, 128])
+def test_query_has_the_same_bits_for_every_block_size_and_placement(block_size: int) -> None:
+    reference = PagedCase((277,), 6, 2, 64).prefill()
+    case = PagedCase((277,), 6, 2, 64, block_size)
+
+    for seed in range(2):
+        case.place(np.random.default_rng(seed))
+        assert np.array_equal(case.prefill(), reference)
