@@ -109,7 +109,6 @@ class AsyncEngine:
     # In the engine's thread.
 
     def _run(self) -> None:
-        reason = "the engine was shut down before the request had finished"
         try:
             while not self._stopped:
                 if not self.engine.has_unfinished() and self._commands.empty():
@@ -121,8 +120,9 @@ class AsyncEngine:
                     self._deliver(self.engine.step())
         except Exception as error:
             logger.exception("the engine died")
-            reason = f"the engine died: {type(error).__name__}: {error}"
-        self._failure = reason
+            self._failure = reason = f"the engine died: {type(error).__name__}: {error}"
+        else:
+            reason = "the engine was shut down before the request had finished"
         self._stopped = True
         self._run_commands()
         for stream in set(self._streams.values()):
@@ -157,7 +157,7 @@ class AsyncEngine:
 
     def _abort(self, request_id: str, stream: _Stream) -> None:
         # A request of another caller may have the same id: then this one was refused.
-        if self._streams.get(request_id) is stream:
+        if self._streams.get(request_id) is stream and not self._stopped:
             del self._streams[request_id]
             self.engine.abort(request_id)
 

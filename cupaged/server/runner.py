@@ -15,6 +15,9 @@ import uvicorn
 from cupaged.engine.async_engine import AsyncEngine
 from cupaged.server.app import create_app
 
+IDLE_CONNECTION_S = (
+    75  # more than clients and load balancers keep one, so that they close it, not we under them
+)
 SLOW_READER_S = 5  # after the last request has ended, for clients that have not read everything
 
 
@@ -50,6 +53,7 @@ def serve(
         log_level="warning",
         access_log=False,
         server_header=False,
+        timeout_keep_alive=IDLE_CONNECTION_S,
         timeout_graceful_shutdown=math.ceil(shutdown_timeout) + SLOW_READER_S,
     )
     server = _Server(config, engine, shutdown_timeout)

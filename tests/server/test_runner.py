@@ -9,7 +9,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import httpx
@@ -224,6 +224,25 @@ def test_what_has_not_finished_in_time_ends_with_an_error(scripted_dir: Path) ->
         assert rest[-1] == "data: [DONE]"
         assert process.wait(20) == 0
         assert process.communicate()[1] == ""
+
+
+def test_a_second_interrupt_ends_at_once(scripted_dir: Path) -> None:
+    with program(scripted_dir, 60) as (process, url):
+        body = {"prompt": "abc", "max_tokens": 250, "ignore_eos": True, "stream": True}
+        text = ""
+        with (
+            suppress(httpx.RemoteProtocolError),
+            httpx.stream("POST", f"{url}/v1/completions", json=body) as reply,
+        ):
+            for line in reply.iter_lines():
+                if not text:
+                    process.send_signal(signal.SIGINT)
+                    until(lambda: not listens(url))
+                    process.send_signal(signal.SIGINT)
+                text += line
+
+        assert '"finish_reason":"length"' not in text
+        assert process.wait(20) == 0
 
 
 def test_a_reserved_port_refuses_connections_until_it_is_served() -> None:
