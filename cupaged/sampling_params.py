@@ -5,9 +5,9 @@ their neutral value and refused otherwise, so nothing that a user asks for is ig
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from enum import IntEnum
-from math import isfinite
+from numbers import Integral, Real
 from typing import Any
 
 SAMPLING_EPS = 1e-5  # a temperature below this is greedy, as in vLLM
@@ -58,19 +58,28 @@ class SamplingParams:
     extra_args: dict[str, Any] | None = field(default=None)
 
     def __post_init__(self) -> None:
-        """Normalise stop, stop_token_ids and top_k, then validate every field."""
-        stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
-        object.__setattr__(self, "stop", stop)
-        object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids or ()))
+        """Normalise numbers, stop, stop_token_ids and top_k, then validate every field."""
+        for item in fields(self):
+            object.__setattr__(self, item.name, _plain(getattr(self, item.name)))
+        object.__setattr__(self, "stop", _as_tuple(self, "stop"))
+        object.__setattr__(self, "stop_token_ids", _as_tuple(self, "stop_token_ids"))
         if self.top_k == -1:
             object.__setattr__(self, "top_k", 0)
         _validate(self)
+        for name in ("temperature", "top_p", "min_p"):
+            object.__setattr__(self, name, float(getattr(self, name)))
+        object.__setattr__(self, "top_p", max(self.top_p, _SMALLEST))
 
     @property
     def is_greedy(self) -> bool:
         """Return whether the most likely token is always taken."""
         return self.temperature < SAMPLING_EPS
 
+
+# The sampler computes in float32: the smallest normal number and the largest one.
+_SMALLEST, _LARGEST = 2.0**-126, (2 - 2.0**-23) * 2.0**127
+
+_LISTS = {"stop": "a non-empty string or a list of them", "stop_token_ids": "a list of token ids"}
 
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "n": (1,),
@@ -88,8 +97,36 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
 }
 
 
+def _plain(value: Any) -> Any:
+    """Return another library's scalar, such as NumPy's, as Python's own; all else as it is."""
+    if value is None or isinstance(value, int) or type(value) in (float, str):
+        return value
+    if isinstance(value, Integral):
+        return int(value)
+    if isinstance(value, Real):
+        return float(value)
+    return str(value) if isinstance(value, str) else value
+
+
+def _as_tuple(params: SamplingParams, name: str) -> tuple[Any, ...]:
+    value = getattr(params, name)
+    if value is None:
+        return ()
+    try:
+        items = (value,) if isinstance(value, (str, bytes)) else tuple(value)
+    except TypeError:
+        raise ValueError(f"{name} must be {_LISTS[name]}, got {value!r}") from None
+    return tuple(map(_plain, items))
+
+
 def _is_int(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _is_neutral(value: object, neutral: tuple[Any, ...]) -> bool:
+    if _is_int(value):
+        return any(type(n) in (int, float) and value == n for n in neutral)
+    return any(type(value) is type(n) and value == n for n in neutral)
 
 
 def _check(ok: bool, name: str, value: object, limit: str) -> None:
@@ -97,24 +134,19 @@ def _check(ok: bool, name: str, value: object, limit: str) -> None:
         raise ValueError(f"{name} must be {limit}, got {value!r}")
 
 
-def _check_number(params: SamplingParams, name: str) -> float:
+def _check_number(params: SamplingParams, name: str, limit: str, low: float, high: float) -> None:
     value = getattr(params, name)
-    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
-    _check(is_number and isfinite(value), name, value, "a finite number")
-    return float(value)
+    _check((_is_int(value) or isinstance(value, float)) and low <= value <= high, name, value, limit)
 
 
 def _validate(params: SamplingParams) -> None:
     for name, neutral in _NEUTRAL.items():
         value = getattr(params, name)
-        if value not in neutral:
+        if not _is_neutral(value, neutral):
             raise ValueError(f"{name}={value!r} is not supported yet; leave it at {neutral[0]!r}")
-    temperature = _check_number(params, "temperature")
-    _check(temperature >= 0, "temperature", temperature, ">= 0 (0 is greedy)")
-    top_p = _check_number(params, "top_p")
-    _check(0 < top_p <= 1, "top_p", top_p, "in (0, 1]")
-    min_p = _check_number(params, "min_p")
-    _check(0 <= min_p <= 1, "min_p", min_p, "in [0, 1]")
+    _check_number(params, "temperature", "a finite float32 >= 0 (0 is greedy)", 0, _LARGEST)
+    _check_number(params, "top_p", "in (0, 1]", 5e-324, 1)
+    _check_number(params, "min_p", "in [0, 1]", 0, 1)
     top_k = params.top_k
     _check(_is_int(top_k) and 0 <= top_k < 2**31, "top_k", top_k, ">= 1, or 0 or -1 for all")
     seed = params.seed
@@ -135,9 +167,10 @@ def _validate(params: SamplingParams) -> None:
 
 def _validate_stops(params: SamplingParams) -> None:
     for text in params.stop or ():
-        _check(isinstance(text, str) and text != "", "stop", text, "a non-empty string or a list of them")
+        _check(isinstance(text, str) and text != "", "stop", text, _LISTS["stop"])
+    name = "stop_token_ids"
     for token_id in params.stop_token_ids or ():
-        _check(_is_int(token_id) and 0 <= token_id < 2**31, "stop_token_ids", token_id, "a list of token ids")
+        _check(_is_int(token_id) and 0 <= token_id < 2**31, name, token_id, _LISTS[name])
     if params.stop and not params.detokenize:
         raise ValueError("stop needs text: set detokenize=True, or use stop_token_ids")
     for name in ("ignore_eos", "detokenize", "skip_special_tokens", "include_stop_str_in_output"):

@@ -1,8 +1,12 @@
 """SamplingParams: defaults, normalisation, and one clear error for every bad field."""
 
+import copy
 import math
+import pickle
+from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 
 from cupaged import SamplingParams
@@ -37,6 +41,9 @@ def test_greedy_below_the_sampling_epsilon(temperature: float, greedy: bool) -> 
         ("temperature", math.inf),
         ("temperature", "hot"),
         ("temperature", True),
+        ("temperature", 10**400),
+        ("temperature", 1e39),
+        ("temperature", [1.0]),
         ("top_p", 0.0),
         ("top_p", 1.1),
         ("top_k", -2),
@@ -54,6 +61,11 @@ def test_greedy_below_the_sampling_epsilon(temperature: float, greedy: bool) -> 
         ("stop", ""),
         ("stop", ["a", ""]),
         ("stop", [3]),
+        ("stop", 5),
+        ("stop", b"END"),
+        ("stop_token_ids", 5),
+        ("stop_token_ids", "12"),
+        ("stop_token_ids", [True]),
         ("stop_token_ids", [-1]),
         ("stop_token_ids", ["a"]),
         ("ignore_eos", "yes"),
@@ -70,6 +82,9 @@ def test_bad_value_is_refused_by_name(name: str, value: Any) -> None:
     ("name", "value"),
     [
         ("n", 2),
+        ("n", True),
+        ("spaces_between_special_tokens", 1),
+        ("logit_bias", np.array([1.0, 2.0])),
         ("best_of", 3),
         ("presence_penalty", 0.5),
         ("frequency_penalty", -0.5),
@@ -92,6 +107,49 @@ def test_neutral_values_of_later_options_are_accepted() -> None:
     )
 
     assert params.n == 1
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "kept"),
+    [
+        ("temperature", np.float32(0.5), 0.5),
+        ("temperature", 1, 1.0),
+        ("top_k", np.int64(4), 4),
+        ("seed", np.uint64(2**64 - 1), 2**64 - 1),
+        ("max_tokens", np.int32(7), 7),
+        ("logprobs", np.int8(0), 0),
+        ("n", np.int64(1), 1),
+        ("stop", np.array(["a", "b"]), ("a", "b")),
+        ("stop_token_ids", np.array([0]), (0,)),
+        ("stop_token_ids", np.array([3, 4]), (3, 4)),
+        ("stop_token_ids", (i for i in (3, 4)), (3, 4)),
+        ("stop", None, ()),
+    ],
+)
+def test_numbers_and_lists_of_other_kinds_are_kept_as_pythons_own(name: str, value: Any, kept: Any) -> None:
+    found = getattr(SamplingParams(**{name: value}), name)
+
+    assert found == kept
+    assert type(found) is type(kept)
+    if isinstance(kept, tuple):
+        assert [type(item) for item in found] == [type(item) for item in kept]
+
+
+@pytest.mark.parametrize("top_p", [1e-300, 5e-324])
+def test_top_p_below_any_float32_is_kept_above_zero(top_p: float) -> None:
+    assert np.float32(SamplingParams(top_p=top_p).top_p) > 0
+
+
+def test_unknown_field_is_refused_by_name() -> None:
+    with pytest.raises(TypeError, match="colour"):
+        SamplingParams(colour="red")  # type: ignore[call-arg]
+
+
+def test_copies_and_pickles_are_equal() -> None:
+    params = SamplingParams(stop=["a"], stop_token_ids=[3], seed=1, logprobs=2)
+
+    for twin in (replace(params), copy.deepcopy(params), pickle.loads(pickle.dumps(params))):
+        assert twin == params
 
 
 def test_min_tokens_above_max_tokens_is_refused_with_both_numbers() -> None:
