@@ -6,22 +6,25 @@ import numpy as np
 
 from cupaged.jit import njit
 
+ROUNDS = 10
+
 
 @njit
-def philox(key_low: Any, key_high: Any, counter_0: Any, counter_1: Any) -> Any:
-    """Return the first of the four uint32 of counter (counter_0, counter_1, 0, 0)."""
-    mask = np.uint64(0xFFFFFFFF)
-    shift = np.uint64(32)
-    k0, k1 = np.uint64(key_low) & mask, np.uint64(key_high) & mask
-    c0, c1, c2, c3 = np.uint64(counter_0) & mask, np.uint64(counter_1) & mask, np.uint64(0), np.uint64(0)
-    for _ in range(10):
+def philox(key: Any, counter: Any) -> Any:
+    """Return the four uint32 of a key of two and a counter of four 32-bit words."""
+    mask, shift = np.uint64(0xFFFFFFFF), np.uint64(32)
+    k0, k1 = np.uint64(key[0]) & mask, np.uint64(key[1]) & mask
+    c0, c1 = np.uint64(counter[0]) & mask, np.uint64(counter[1]) & mask
+    c2, c3 = np.uint64(counter[2]) & mask, np.uint64(counter[3]) & mask
+    for _ in range(ROUNDS):
         a, b = c0 * np.uint64(0xD2511F53), c2 * np.uint64(0xCD9E8D57)
         c0, c1, c2, c3 = (b >> shift) ^ c1 ^ k0, b & mask, (a >> shift) ^ c3 ^ k1, a & mask
         k0, k1 = (k0 + np.uint64(0x9E3779B9)) & mask, (k1 + np.uint64(0xBB67AE85)) & mask
-    return np.uint32(c0)
+    return np.uint32(c0), np.uint32(c1), np.uint32(c2), np.uint32(c3)
 
 
 @njit
-def uniform(key_low: Any, key_high: Any, counter_0: Any, counter_1: Any) -> Any:
-    """Return a float64 in (0, 1), never either end."""
-    return (np.float64(philox(key_low, key_high, counter_0, counter_1)) + 0.5) / 4294967296.0
+def uniform(seed: Any, output_position: int, group_index: int) -> Any:
+    """Return the float64 in (0, 1), never either end, of one token of one sequence."""
+    words = philox((seed[0], seed[1]), (output_position, group_index, 0, 0))
+    return (np.float64(words[0]) + 0.5) / 4294967296.0

@@ -177,7 +177,7 @@ def sample_cpu(
                 clean(logits[i], bans, z)
                 token = find_greedy(z, bans)
                 if temperature[seq] >= GREEDY_TEMPERATURE and abs(z[token]) < np.inf:
-                    u = uniform(seed[seq, 0], seed[seq, 1], output_position[seq], group_index[seq])
+                    u = uniform(seed[seq], output_position[seq], group_index[seq])
                     filters = (temperature[seq], top_k[seq], top_p[seq], min_p[seq])
                     token = draw(z, weights, token, filters, u)
                 token_ids[seq] = token

@@ -68,7 +68,7 @@ class CpuBackend:
 
     def copy_blocks(self, source: Array, target: Array, pairs: Array) -> None:
         """Copy whole blocks from pool to pool."""
-        rows.copy_blocks_cpu(_words(source), _words(target), pairs)
+        rows.copy_blocks_cpu(_bytes(source), _bytes(target), pairs)
 
     def from_host(self, array: NDArray[Any]) -> Array:
         """Return the array itself: host and device are one."""
@@ -241,3 +241,8 @@ class CpuBackend:
 def _words(pool: Array) -> Array:
     """Return the pool as the kernels take it: bfloat16 as its bits."""
     return pool.view(np.uint16) if pool.dtype == ml_dtypes.bfloat16 else pool
+
+
+def _bytes(pool: Array) -> Array:
+    """Return the pool as [num_blocks, bytes of a block]."""
+    return pool.reshape(len(pool), -1).view(np.uint8)

@@ -1,0 +1,83 @@
+"""Log-probabilities, the top tokens and ranks."""
+
+from typing import NamedTuple
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from cupaged.kernels.logprobs import logprobs_cpu
+
+
+class Result(NamedTuple):
+    token_ids: NDArray[np.int32]
+    logprobs: NDArray[np.float32]
+    ranks: NDArray[np.int32]
+
+
+def run(
+    logits: NDArray[np.float32], targets: list[int], num_top: int, sampled: list[int] | None = None
+) -> Result:
+    n = len(logits)
+    out = Result(
+        np.empty((n, 1 + num_top), np.int32), np.empty((n, 1 + num_top), np.float32), np.empty(n, np.int32)
+    )
+    seqs = np.arange(n, dtype=np.int32)
+    logprobs_cpu(logits, seqs, np.array(targets, np.int32), np.array(sampled or [0] * n, np.int32), *out)
+    return out
+
+
+@pytest.mark.parametrize("vocab_size", [1, 97, 128, 1000])
+def test_logprobs_equal_a_float64_log_softmax(vocab_size: int) -> None:
+    logits = np.random.default_rng(0).standard_normal((5, vocab_size), np.float32) * 8
+    targets = [0, vocab_size - 1, vocab_size // 2, 0, 0]
+
+    result = run(logits, targets, min(7, vocab_size))
+
+    wide = logits.astype(np.float64)
+    exact = wide - wide.max(1, keepdims=True)
+    exact -= np.log(np.exp(exact).sum(1, keepdims=True))
+    expected = np.take_along_axis(exact, result.token_ids.astype(np.int64), 1)
+    assert result.token_ids[:, 0].tolist() == targets
+    assert np.abs(result.logprobs - expected).max() < 1e-5
+
+
+def test_top_tokens_come_in_order_of_logit_then_id() -> None:
+    logits = np.array([[1, 3, 2, 3, -np.inf, 2]], np.float32)
+
+    assert run(logits, [0], 5).token_ids.tolist() == [[0, 1, 3, 2, 5, 0]]
+
+
+def test_rank_counts_greater_logits() -> None:
+    logits = np.array([[1, 3, 2, 3, 0]] * 4, np.float32)
+
+    assert run(logits, [1, 3, 2, 4], 0).ranks.tolist() == [1, 1, 3, 5]
+
+
+def test_missing_target_means_the_sampled_token() -> None:
+    logits = np.array([[1, 3, 2]] * 2, np.float32)
+
+    assert run(logits, [-1, 0], 0, sampled=[2, 2]).token_ids.tolist() == [[2], [0]]
+
+
+def test_token_has_the_same_logprob_as_target_and_among_the_top() -> None:
+    logits = np.random.default_rng(0).standard_normal((1, 1000), np.float32) * 5
+
+    result = run(logits, [int(logits.argmax())], 3)
+
+    assert result.logprobs[0, 0] == result.logprobs[0, 1]
+
+
+def test_infinities_and_nan_are_unlikely_not_contagious() -> None:
+    logits = np.array([[0, -np.inf, np.nan, 0]], np.float32)
+
+    result = run(logits, [1], 4)
+
+    assert result.token_ids.tolist() == [[1, 0, 3, 1, 2]]
+    assert result.logprobs[0].tolist() == [
+        -np.inf,
+        np.log(np.float32(0.5)),
+        np.log(np.float32(0.5)),
+        -np.inf,
+        -np.inf,
+    ]

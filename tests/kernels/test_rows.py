@@ -1,0 +1,74 @@
+"""Gathered rows, the last sampled tokens, and whole blocks."""
+
+import numpy as np
+
+from cupaged.batch import Flag
+from cupaged.kernels.rows import (
+    INPUT_FROM_LAST_TOKEN,
+    SAMPLES,
+    copy_blocks_cpu,
+    gather_rows_cpu,
+    load_last_tokens_cpu,
+    store_last_tokens_cpu,
+)
+
+
+def ints(*values: int) -> np.ndarray[tuple[int], np.dtype[np.int32]]:
+    return np.array(values, np.int32)
+
+
+def test_gathered_rows_are_the_indexed_ones() -> None:
+    x = np.random.default_rng(0).standard_normal((9, 17), np.float32)
+    out = np.empty((4, 17), np.float32)
+
+    gather_rows_cpu(x, ints(8, 0, 3, 3), out)
+
+    assert np.array_equal(out, x[[8, 0, 3, 3]])
+
+
+def test_last_input_of_a_flagged_sequence_is_its_rows_last_token() -> None:
+    input_ids, last_token = ints(1, 2, 3, 4, 5), ints(10, 11, 12, 13)
+
+    load_last_tokens_cpu(
+        np.empty((0, 2), np.int32), ints(3, 0, 1), ints(2, 1, 3), ints(0, 1, 3, 5), last_token, input_ids
+    )
+
+    assert input_ids.tolist() == [13, 2, 3, 4, 11]
+
+
+def test_forked_row_takes_its_last_token_along_before_it_is_read() -> None:
+    input_ids, last_token = ints(0), ints(10, 11)
+
+    load_last_tokens_cpu(ints(0, 1).reshape(1, 2), ints(1), ints(2), ints(0, 1), last_token, input_ids)
+
+    assert input_ids.tolist() == [10]
+    assert last_token.tolist() == [10, 10]
+
+
+def test_only_sequences_that_sampled_store_their_token() -> None:
+    last_token = ints(10, 11, 12)
+
+    store_last_tokens_cpu(ints(2, 0), ints(1, 6), ints(7, 8), last_token)
+
+    assert last_token.tolist() == [10, 11, 7]
+
+
+def test_blocks_are_copied_whole_and_in_order() -> None:
+    pool = np.arange(4 * 35, dtype=np.uint8).reshape(4, 35)
+    before = pool.copy()
+
+    copy_blocks_cpu(pool, pool, ints(0, 2, 2, 3).reshape(2, 2))
+
+    assert np.array_equal(pool, before[[0, 1, 0, 0]])
+
+
+def test_blocks_go_to_another_pool() -> None:
+    pool, host = np.ones((2, 32), np.uint8), np.zeros((5, 32), np.uint8)
+
+    copy_blocks_cpu(pool, host, ints(1, 4).reshape(1, 2))
+
+    assert host.any(1).tolist() == [False, False, False, False, True]
+
+
+def test_flags_are_those_of_the_batch() -> None:
+    assert (SAMPLES, INPUT_FROM_LAST_TOKEN) == (Flag.SAMPLES, Flag.INPUT_FROM_LAST_TOKEN)

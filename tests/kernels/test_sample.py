@@ -1,0 +1,190 @@
+"""Sampling: which tokens can be drawn, how often, and that nothing else has a say."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from cupaged.kernels.sample import sample_cpu
+from cupaged.kernels.tree import BLOCK
+
+Ints = NDArray[np.int32]
+
+
+def run(logits: NDArray[np.float32], *, lanes: int = 2, **options: Any) -> list[int]:
+    """Sample one token a row; each option is a value for all rows or a list by row."""
+    n = len(logits)
+
+    def column(name: str, default: Any, kind: Any) -> Any:
+        return np.array(np.broadcast_to(options.get(name, default), n), kind)
+
+    banned = options.get("banned", [[]] * n)
+    token_ids = np.full(n, -1, np.int32)
+    padded = -(-logits.shape[1] // BLOCK) * BLOCK
+    seeds = column("seed", 0, np.int32)
+    sample_cpu(
+        logits,
+        np.arange(n, dtype=np.int32),
+        column("target", -1, np.int32),
+        column("temperature", 1.0, np.float32),
+        column("top_k", 0, np.int32),
+        column("top_p", 1.0, np.float32),
+        column("min_p", 0.0, np.float32),
+        np.stack([seeds, seeds * 7], 1),
+        column("group_index", 0, np.int32),
+        column("output_position", 0, np.int32),
+        np.cumsum([0, *map(len, banned)], dtype=np.int32),
+        np.array([token for tokens in banned for token in tokens], np.int32),
+        np.full((lanes, 2, padded), np.nan, np.float32),
+        token_ids,
+    )
+    return token_ids.tolist()
+
+
+def draw(row: list[float], count: int = 3000, **options: Any) -> Ints:
+    """Return how often each token of one row of logits is drawn in `count` output positions."""
+    logits = np.tile(np.array(row, np.float32), (count, 1))
+    tokens = run(logits, output_position=np.arange(count), **options)
+    return np.bincount(tokens, minlength=len(row)).astype(np.int32)
+
+
+def kept(row: list[float], **options: Any) -> list[int]:
+    return np.flatnonzero(draw(row, **options)).tolist()
+
+
+LOGITS = np.log([0.4, 0.05, 0.3, 0.05, 0.2]).tolist()
+
+
+@pytest.mark.parametrize("vocab_size", [1, 97, 128, 1000, 49152])
+def test_greedy_takes_the_lowest_id_of_the_maximum(vocab_size: int) -> None:
+    logits = np.random.default_rng(0).integers(0, 50, (7, vocab_size)).astype(np.float32)
+
+    assert run(logits, temperature=0) == logits.argmax(1).tolist()
+
+
+@pytest.mark.parametrize("temperature", [0.5, 1.0, 2.0])
+def test_tokens_are_drawn_in_proportion_to_the_softmax(temperature: float) -> None:
+    counts = draw(LOGITS, 20_000, temperature=temperature)
+
+    weights = np.exp(np.array(LOGITS) / temperature)
+    expected = 20_000 * weights / weights.sum()
+    assert ((counts - expected) ** 2 / expected).sum() < 18.5  # chi-square, 4 degrees of freedom: 0.1 %
+
+
+@pytest.mark.parametrize("temperature", [1.1e-5, 1e-4])
+def test_tiny_temperature_equals_greedy(temperature: float) -> None:
+    logits = np.random.default_rng(0).standard_normal((50, 3000), np.float32) * 30
+
+    assert run(logits, temperature=temperature) == logits.argmax(1).tolist()
+
+
+def test_top_k_of_one_equals_greedy_even_among_equals() -> None:
+    logits = np.random.default_rng(0).integers(0, 4, (200, 300)).astype(np.float32)
+
+    assert run(logits, top_k=1, seed=range(200)) == logits.argmax(1).tolist()
+
+
+@pytest.mark.parametrize("top_k", [0, 5, 1000])
+def test_top_k_of_zero_or_the_vocabulary_keeps_all(top_k: int) -> None:
+    assert kept(LOGITS, top_k=top_k) == [0, 1, 2, 3, 4]
+
+
+def test_top_k_keeps_the_first_of_equals() -> None:
+    assert kept(LOGITS, top_k=4) == [0, 1, 2, 4]
+
+
+@pytest.mark.parametrize(
+    ("top_p", "tokens"), [(0.01, [0]), (0.39, [0]), (0.41, [0, 2]), (0.71, [0, 2, 4]), (0.92, [0, 1, 2, 4])]
+)
+def test_top_p_keeps_the_shortest_prefix_that_reaches_it(top_p: float, tokens: list[int]) -> None:
+    assert kept(LOGITS, top_p=top_p) == tokens
+
+
+def test_top_p_counts_what_top_k_left() -> None:
+    assert kept(LOGITS, top_k=2, top_p=0.56) == [0]  # 0.4 of 0.7
+    assert kept(LOGITS, top_k=2, top_p=0.58) == [0, 2]
+
+
+def test_min_p_is_relative_to_the_most_likely() -> None:
+    assert kept(LOGITS, min_p=0.49) == [0, 2, 4]
+    assert kept(LOGITS, min_p=0.51) == [0, 2]
+    assert kept(LOGITS, min_p=1.0) == [0]
+
+
+def test_filters_see_the_temperature() -> None:
+    assert kept(LOGITS, min_p=0.49, temperature=0.5) == [0, 2]
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_prefixes_equal_those_of_a_full_sort(seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    row = np.round(rng.standard_normal(300) * 2, 1).astype(np.float32)  # many equals
+    order = np.argsort(-row, kind="stable")
+    share = np.exp(row[order].astype(np.float64))
+    top_k, top_p = int(rng.integers(2, 200)), float(rng.uniform(0.1, 0.9))
+    mass = np.cumsum(share[:top_k]) / share[:top_k].sum()
+    allowed = order[: int(np.searchsorted(mass, top_p)) + 1]
+
+    tokens = kept(row.tolist(), count=20_000, top_k=top_k, top_p=top_p)
+
+    assert set(tokens) <= set(allowed.tolist())
+    assert len(tokens) > 0.9 * len(allowed)
+
+
+def test_banned_tokens_are_never_taken() -> None:
+    logits = np.tile(np.array(LOGITS, np.float32), (400, 1))
+
+    random = run(logits, banned=[[0, 4]] * 400, seed=range(400))
+    greedy = run(logits[:1], banned=[[0, 2]], temperature=0)
+
+    assert set(random) == {1, 2, 3}
+    assert greedy == [4]
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_nothing_finite_gives_the_lowest_id_that_is_not_banned(temperature: float) -> None:
+    logits = np.array([[-np.inf] * 4, [np.nan] * 4, [-np.inf, np.nan, 1, 2]], np.float32)
+
+    assert run(logits, temperature=temperature, banned=[[], [0, 1], [2, 3]]) == [0, 2, 0]
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_nan_and_infinite_logits_do_not_spread(temperature: float) -> None:
+    logits = np.array(
+        [[np.nan, 1, -np.inf, np.nan], [0, np.inf, 3, np.inf], [-np.inf, 5, -np.inf, np.nan]], np.float32
+    )
+
+    assert run(logits, temperature=temperature, top_p=0.9) == [1, 1, 1]
+
+
+def test_rows_with_a_target_do_not_sample() -> None:
+    assert run(np.zeros((3, 4), np.float32), target=[2, -1, 0], temperature=0) == [-1, 0, -1]
+
+
+def test_seeded_row_draws_the_same_token_alone_and_in_any_batch() -> None:
+    rng = np.random.default_rng(0)
+    logits = rng.standard_normal((33, 1000), np.float32)
+    options = {"top_p": rng.uniform(0.5, 1, 33), "top_k": rng.integers(0, 99, 33), "seed": np.arange(33)}
+    together = run(logits, **options)
+
+    for row in (0, 7, 32):
+        alone = {name: values[row : row + 1] for name, values in options.items()}
+        assert run(logits[row : row + 1], lanes=1, **alone) == together[row : row + 1]
+
+
+def test_position_group_and_seed_each_change_the_draw() -> None:
+    logits = np.zeros((2, 49152), np.float32)
+
+    for name in ("output_position", "group_index", "seed"):
+        first, second = run(logits, **{name: [3, 4]})
+        assert first != second
+
+
+def test_logits_stay_as_they_are() -> None:
+    logits = np.random.default_rng(0).standard_normal((3, 50), np.float32)
+    before = logits.copy()
+
+    run(logits, banned=[[1], [2], [3]], top_p=0.5)
+
+    assert np.array_equal(logits, before)
