@@ -168,7 +168,7 @@ class Scheduler:
         total_preempted = 0
         while True:
             head = next(iter(self._waiting), None)
-            num_head = self._admissible_tokens(head) if head and not total_preempted else 0
+            num_head = self._admissible_tokens(head) if head else 0
             turns = self._turns() if self.num_running >= budget else _NO_TURNS
             planned, num_preempted = plan_running(rows, self.block_manager.blocks, turns, budget, num_head)
             self._queue_preempted(num_preempted)
@@ -189,8 +189,6 @@ class Scheduler:
             total = len(seq.prompt_token_ids) if self._free_rows else 0
         else:
             total = int(self._rows.num_tokens[seq.row] + self._rows.num_in_flight[seq.row])
-            if total >= seq.max_total_tokens:  # its last token is in flight, there is nothing to compute
-                return 0
         # Alone it may have the whole pool, which holds max_model_len tokens.
         fits = self.block_manager.can_allocate(total, keep_watermark=self.num_running > 0)
         return total if fits else 0

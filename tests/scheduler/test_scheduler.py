@@ -114,6 +114,21 @@ class TestBudget:
         harness.run()
         assert_all_as_expected(harness, [decode, prefill, late])
 
+    def test_newcomers_enter_one_a_round_when_decodes_use_up_the_budget(self) -> None:
+        harness = start(make_sequence([1], 30), make_sequence([2], 30), max_num_batched_tokens=1)
+        for _ in range(4):
+            harness.step()
+        harness.add(*[make_sequence([i], 30) for i in range(3, 6)])
+
+        for _ in range(20):
+            harness.step()
+
+        firsts = [next(i for i, s in enumerate(harness.steps) if seq in s) for seq in harness.admitted]
+        assert len(harness.admitted) == 5
+        for before, after in pairwise(firsts[2:]):
+            others = set(harness.admitted[: 1 + firsts.index(before)])
+            assert others <= {seq for step in harness.steps[before + 1 : after] for seq in step}
+
     def test_budget_below_max_num_seqs_admits_everybody(self) -> None:
         seqs = [make_sequence(2, 20) for _ in range(8)]
         harness = start(*seqs, max_num_batched_tokens=3)
@@ -265,8 +280,8 @@ class TestPreemption:
         assert_all_as_expected(harness, [*seqs, late])
 
     def test_whose_turn_it_is_preempts_itself_and_another_runs_instead(self) -> None:
-        seqs = [make_sequence([i, 5, 6, 7], 6) for i in range(3)]
-        harness = start(*seqs, num_blocks=4, max_model_len=16, max_num_batched_tokens=1)
+        seqs = [make_sequence([i] * n, 6) for i, n in enumerate((4, 2, 4))]
+        harness = start(*seqs, num_blocks=5, max_model_len=16, max_num_batched_tokens=1)
 
         harness.run()
 
@@ -495,6 +510,24 @@ class TestInFlight:
         assert harness.outputs[seqs[2]] == expected_output(seqs[2])[:1]
         harness.run()
         assert_all_as_expected(harness, seqs)
+
+    def test_sequence_resumes_while_its_token_is_in_flight(self) -> None:
+        old, young = make_sequence([1, 5, 6, 7], 5), make_sequence([2, 5, 6, 7], 8)
+        harness = start(old, young, num_blocks=4, max_model_len=16)
+        harness.schedule()
+        for _ in range(4):
+            harness.schedule()
+            harness.update()
+        assert harness.schedule() is None  # old waits for its last token, young found no third block
+        harness.abort(old)
+
+        batch = harness.schedule()
+
+        assert batch is not None
+        assert batch.seq_lens.tolist() == [9]
+        assert batch.flags.tolist() == [Flag.SAMPLES | Flag.INPUT_FROM_LAST_TOKEN | Flag.RESET]
+        harness.run()
+        assert_all_as_expected(harness, [young])
 
     def test_preempted_sequence_can_end_by_its_token_in_flight(self) -> None:
         old = [make_sequence([i, 5, 6, 7], 8) for i in range(2)]
