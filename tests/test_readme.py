@@ -1,0 +1,76 @@
+"""README's examples run as they stand, with a tiny model in place of the demo's."""
+
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from cupaged.models import load_model_class
+
+README = (Path(__file__).parent.parent / "README.md").read_text(encoding="utf-8")
+DEMO_MODEL = "~/.cache/cupaged/models/SmolLM2-135M-Instruct"
+
+
+def example(language: str, containing: str) -> str:
+    """Return the one fenced block of `language` that contains `containing`."""
+    blocks: list[str] = re.findall(rf"```{language}\n(.*?)```", README, re.DOTALL)
+    found = [block for block in blocks if containing in block]
+    assert len(found) == 1, f"{len(found)} blocks of {language} contain {containing!r}"
+    return found[0]
+
+
+@contextmanager
+def server(model: Path) -> Iterator[str]:
+    """Run the server's command on a free port; yield its address."""
+    command = example("sh", "cupaged.serve").strip().splitlines()[-1]
+    words = command.replace(DEMO_MODEL, str(model)).replace("--port 8000", "--port 0").split()
+    with subprocess.Popen([sys.executable, *words[1:]], stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        ready = process.stdout.readline()
+        try:
+            yield ready.removeprefix("ready: ").strip()
+        finally:
+            process.terminate()
+
+
+def test_library_example(tiny_llama_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    code = example("python", "LLM(").replace(DEMO_MODEL, str(tiny_llama_dir))
+
+    exec(compile(code, "README.md", "exec"), {})
+
+    assert "The capital of France is ->" in capsys.readouterr().out
+
+
+def test_shell_examples(tiny_llama_dir: Path, tmp_path: Path) -> None:
+    code = example("sh", "cupaged.generate").replace(DEMO_MODEL, str(tiny_llama_dir))
+
+    done = subprocess.run(
+        ["sh", "-ec", code.replace("python ", f"'{sys.executable}' ")],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "answers.jsonl").read_text(encoding="utf-8").count("\n") == 1
+
+
+def test_server_example(tiny_llama_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    code = example("python", "OpenAI(")
+
+    with server(tiny_llama_dir) as url:
+        exec(compile(code.replace("http://127.0.0.1:8000", url), "README.md", "exec"), {})
+
+    assert capsys.readouterr().out
+
+
+def test_table_of_models_is_what_there_is() -> None:
+    listed = re.findall(r"^\| `(\w+)` \|", README, re.MULTILINE)
+
+    with pytest.raises(ValueError, match=f"there are {', '.join(listed)}$"):
+        load_model_class("no such family")
