@@ -4,7 +4,7 @@ All sequences decode steadily from random contexts of 64 to 448 tokens, in a poo
 figures are medians over steps. The comparison is vLLM 0.32's Python scheduler (schedule + update, without
 packing) on a machine of the same kind.
 
-    python -m tools.bench_scheduler
+    python tools/bench_scheduler.py
 """
 
 import json

@@ -196,7 +196,10 @@ def pack_tables(blocks: Blocks, out: BatchArrays, order: NDArray[np.int32]) -> N
 def pack_tail(
     tokens: NDArray[np.int32], num_tokens: NDArray[np.int32], sampling: SamplingRows, out: BatchArrays
 ) -> None:
-    """Write the ragged parts: all banned ids, then all history, each with its starts."""
+    """Write the ragged parts: all banned ids, then all history, each with its starts.
+
+    A token in flight is not in its row's history; it is last_token[row] on the device.
+    """
     rows, flags, output_position, tail = out.rows, out.flags, out.output_position, out.tail
     banned, min_tokens, wants_history = sampling.banned_token_ids, sampling.min_tokens, sampling.wants_history
     banned_start, history_start = out.banned_start, out.history_start

@@ -211,3 +211,17 @@ def assert_all_as_expected(harness: Harness, seqs: list[Sequence]) -> None:
         assert harness.outputs[seq] == expected_output(seq)
     assert harness.scheduler.num_running == harness.scheduler.num_waiting == 0
     assert harness.scheduler.kv_usage == 0
+
+
+def start(*seqs: Sequence, max_in_flight: int = 1, **options: int) -> Harness:
+    """Return a harness over `make_scheduler(**options)` in which `seqs` wait."""
+    harness = Harness(make_scheduler(**options), max_in_flight)
+    harness.add(*seqs)
+    return harness
+
+
+def preempting() -> tuple[Harness, list[Sequence]]:
+    """Return three sequences of one block each that grow until four blocks no longer hold them."""
+    seqs = [make_sequence([i, 5, 6, 7], 8) for i in range(3)]
+    harness = start(*seqs, num_blocks=4, max_model_len=16)
+    return harness, seqs

@@ -6,7 +6,7 @@ import pytest
 from cupaged.batch import Batch, Bucket, Flag
 from cupaged.sampling_params import SamplingParams
 from cupaged.scheduler.pack import BatchBuffer, bucket_for
-from tests.scheduler.scripted import Harness, make_scheduler, make_sequence
+from tests.scheduler.scripted import Harness, make_scheduler, make_sequence, start
 
 
 def schedule(harness: Harness) -> Batch:
@@ -126,6 +126,28 @@ def test_prompt_positions_want_the_next_prompt_token_and_then_a_sample() -> None
     assert batch.logit_seq.tolist() == [0, 1, 1, 1]
     assert batch.logit_target.tolist() == [-1, 12, 13, -1]
     assert batch.num_prompt_logprobs.tolist() == [-1, 3]
+
+
+@pytest.mark.parametrize("budget", [1, 3, 64])
+def test_each_prompt_position_comes_once_whatever_the_chunks(budget: int) -> None:
+    params = SamplingParams(max_tokens=4, prompt_logprobs=0)
+    seq, other = make_sequence(9, params=params), make_sequence(5)
+    harness = start(seq, other, max_num_batched_tokens=budget)
+
+    harness.run()
+
+    assert harness.prompt_positions == {seq: list(range(8)), other: []}
+
+
+def test_recomputed_prompt_does_not_bring_them_again() -> None:
+    params = SamplingParams(max_tokens=8, prompt_logprobs=2)
+    seqs = [make_sequence(4, 8, params=params) for _ in range(3)]
+    harness = start(*seqs, num_blocks=4, max_model_len=16, max_in_flight=2)
+
+    harness.run()
+
+    assert seqs[2].num_preemptions > 0
+    assert harness.prompt_positions[seqs[2]] == [0, 1, 2]
 
 
 def test_sampling_parameters_stand_by_sequence() -> None:
