@@ -108,4 +108,7 @@ class PagedCase:
         top = np.maximum(scores.max(-1), sinks[:, None])
         weights = np.exp(scores - top[..., None])
         total = weights.sum(-1) + np.exp(sinks[:, None] - top)
-        return np.einsum("hqk,khd->qhd", weights / total[..., None], np.repeat(v, group, 1))
+        out: NDArray[np.float64] = np.einsum(
+            "hqk,khd->qhd", weights / total[..., None], np.repeat(v, group, 1)
+        )
+        return out

@@ -11,7 +11,8 @@ EPS = 1e-5
 
 def expected(x: NDArray[np.float32], weight: NDArray[np.float32]) -> NDArray[np.float64]:
     wide = x.astype(np.float64)
-    return wide / np.sqrt((wide**2).mean(-1, keepdims=True) + EPS) * weight
+    out: NDArray[np.float64] = wide / np.sqrt((wide**2).mean(-1, keepdims=True) + EPS) * weight
+    return out
 
 
 @pytest.mark.parametrize("shape", [(1, 1), (3, 15), (17, 576), (97, 64)])

@@ -41,9 +41,7 @@ class Step:
     def run(self, q_norm: NDArray[np.float32] = NONE, k_norm: NDArray[np.float32] = NONE) -> None:
         pool = self.pool.view(np.uint16) if self.kv_dtype == ml_dtypes.bfloat16 else self.pool
         specialize(rope_kv_write_cpu, SIGNATURE.format("u2" if pool.dtype == np.uint16 else "f4"))
-        k = self.num_heads
-        v = k + self.num_kv_heads
-        q, k, v = self.qkv[:, :k], self.qkv[:, k:v], self.qkv[:, v:]
+        q, k, v = np.split(self.qkv, [self.num_heads, self.num_heads + self.num_kv_heads], axis=1)
         place = (pool, LAYER, self.positions, self.slots)
         rope_kv_write_cpu(q, k, v, *place, self.cos_sin, q_norm, k_norm, 1e-6)
 

@@ -12,7 +12,7 @@ from cupaged.kernels.tree import BLOCK
 Ints = NDArray[np.int32]
 
 
-def run(logits: NDArray[np.float32], *, lanes: int = 2, **options: Any) -> list[int]:
+def run(logits: NDArray[np.float32], **options: Any) -> list[int]:
     """Sample one token a row; each option is a value for all rows or a list by row."""
     n = len(logits)
 
@@ -36,10 +36,10 @@ def run(logits: NDArray[np.float32], *, lanes: int = 2, **options: Any) -> list[
         column("output_position", 0, np.int32),
         np.cumsum([0, *map(len, banned)], dtype=np.int32),
         np.array([token for tokens in banned for token in tokens], np.int32),
-        np.full((lanes, 2, padded), np.nan, np.float32),
+        np.full((options.get("lanes", 2), 2, padded), np.nan, np.float32),
         token_ids,
     )
-    return token_ids.tolist()
+    return list(map(int, token_ids))
 
 
 def draw(row: list[float], count: int = 3000, **options: Any) -> Ints:
@@ -50,7 +50,7 @@ def draw(row: list[float], count: int = 3000, **options: Any) -> Ints:
 
 
 def kept(row: list[float], **options: Any) -> list[int]:
-    return np.flatnonzero(draw(row, **options)).tolist()
+    return list(map(int, np.flatnonzero(draw(row, **options))))
 
 
 LOGITS = np.log([0.4, 0.05, 0.3, 0.05, 0.2]).tolist()
