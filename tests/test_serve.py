@@ -6,10 +6,13 @@ import subprocess
 import sys
 from pathlib import Path
 
-import httpx
+import openai
 import pytest
 
 from cupaged import serve
+
+MESSAGES: list[openai.types.chat.ChatCompletionMessageParam] = [{"role": "user", "content": "hi"}]
+GO_ON = {"ignore_eos": True}
 
 
 def test_flags_of_engine_and_server_have_their_defaults() -> None:
@@ -81,32 +84,32 @@ def test_a_port_in_use_is_found_before_the_model_is_loaded(tmp_path: Path) -> No
 
 
 def test_a_model_is_served_until_sigterm(tiny_llama_dir: Path) -> None:
-    command = [
-        sys.executable,
-        "-m",
-        "cupaged.serve",
-        str(tiny_llama_dir),
-        "--port",
-        "0",
-        "--served-model-name",
-        "tiny",
-    ]
+    flags = [str(tiny_llama_dir), "--port", "0", "--served-model-name", "tiny", "--max-model-len", "128"]
+    command = [sys.executable, "-m", "cupaged.serve", *flags]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     try:
         assert process.stdout is not None
-        ready = process.stdout.readline()
-        body = {
-            "model": "tiny",
-            "messages": [{"role": "user", "content": "hi"}],
-            "max_tokens": 4,
-            "ignore_eos": True,
-        }
-        reply = httpx.post(f"{ready.split()[-1]}/v1/chat/completions", json=body, timeout=60)
+        url = process.stdout.readline().split()[-1]
+        with openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client:
+            whole = client.chat.completions.create(
+                model="tiny", messages=MESSAGES, max_completion_tokens=12, seed=7, extra_body=GO_ON
+            )
+            stream = client.chat.completions.create(
+                model="tiny",
+                messages=MESSAGES,
+                max_completion_tokens=12,
+                seed=7,
+                extra_body=GO_ON,
+                stream=True,
+            )
+            pieces = [chunk.choices[0].delta.content or "" for chunk in stream]
         process.send_signal(signal.SIGTERM)
 
+        assert whole.usage is not None
+        assert whole.usage.completion_tokens == 12
+        assert "".join(pieces) == whole.choices[0].message.content
         assert process.wait(30) == 0
-        assert reply.json()["usage"]["completion_tokens"] == 4
-        assert process.communicate()[0] == ""
+        assert process.communicate() == ("", "")
     finally:
         process.kill()
         process.communicate()

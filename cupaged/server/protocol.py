@@ -167,7 +167,7 @@ def parse_body(raw: bytes, kind: type[Body]) -> Body:
     """Parse a request's JSON; BodyError names the field that is wrong."""
     try:
         values = msgspec.json.decode(raw, type=dict[str, Any])
-    except (msgspec.DecodeError, RecursionError) as error:
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise BodyError(f"the body is not valid JSON: {error}", None) from None
     neutral = _NEUTRAL_CHAT if kind is ChatBody else _NEUTRAL_COMPLETION
     for name in neutral.keys() & values.keys():

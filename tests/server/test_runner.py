@@ -181,6 +181,7 @@ def program(scripted_dir: Path, shutdown_timeout: float) -> Iterator[tuple[subpr
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
+        cwd=Path(__file__).parents[2],
     )
     try:
         assert process.stdout is not None
