@@ -4,15 +4,13 @@ import os
 import subprocess
 import sys
 
-FILES = "bits linear logprobs paged_attention philox rms_norm rope_kv_write rows sample".split()
-TOO_MUCH = (
-    "equals_dense or same_bits or same_token or dense_attention or units or bfloat16 or uniform_numbers or 49152 "
-    "or 1000 or 576 or drawn or prefix or kept or keeps or counts or filters or tiny or change or shape or min_p"
-)
+FILES = ["bits", "linear", "logprobs", "paged_attention", "philox", "rms_norm", "rope_kv_write", "rows"]
+TOO_MUCH = "equals_dense or same_bits or dense_attention or units or bfloat16 or uniform_numbers or 1000 or 576 or shape"
 
 
 def test_twins_work_without_the_compiler() -> None:
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-k", f"not ({TOO_MUCH})"]
+    command += ["tests/kernels/test_sample.py::test_nan_and_infinite_logits_do_not_spread"]
     command += [f"tests/kernels/test_{name}.py" for name in FILES]
 
     result = subprocess.run(

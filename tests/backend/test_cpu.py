@@ -1,0 +1,208 @@
+"""CpuBackend: weights in, results out of the arena, and nothing allocated on the way."""
+
+import tracemalloc
+from collections.abc import Callable
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from cupaged.backend.base import KVCacheView, create_backend
+from cupaged.backend.cpu import CpuBackend
+from cupaged.batch import Batch, Bucket, Count, buffer_size, view
+from cupaged.config import ModelConfig
+
+CONFIG = ModelConfig(
+    model_type="test",
+    vocab_size=97,
+    hidden_size=48,
+    intermediate_size=80,
+    num_layers=2,
+    num_heads=6,
+    num_kv_heads=2,
+    head_dim=8,
+    max_position_embeddings=64,
+)
+
+
+def random(*shape: int) -> NDArray[np.float32]:
+    return np.random.default_rng(len(shape)).standard_normal(shape, np.float32)
+
+
+def create(dtype: str = "float32", arena: int = 1 << 20) -> CpuBackend:
+    backend = CpuBackend(dtype)
+    backend.create_arena(arena)
+    return backend
+
+
+def create_batch(chunks: list[int]) -> Batch:
+    """Return a step in which sequence i prefills chunks[i] tokens into its own blocks of 16."""
+    total, num_seqs, width = sum(chunks), len(chunks), -(-max(chunks) // 16)
+    bucket = Bucket(total, num_seqs, width)
+    arrays = view(np.zeros(buffer_size(bucket, 0), np.int32), bucket)
+    counts = arrays.counts
+    counts[[Count.NUM_TOKENS, Count.NUM_SEQS, Count.NUM_LOGITS, Count.TABLE_WIDTH]] = [
+        total,
+        num_seqs,
+        num_seqs,
+        width,
+    ]
+    counts[Count.NUM_DECODES] = chunks.count(1)
+    arrays.query_start[:] = np.cumsum([0, *chunks])
+    arrays.seq_lens[:] = chunks
+    arrays.block_tables[:] = np.arange(num_seqs * width).reshape(num_seqs, width)
+    arrays.positions[:] = np.concatenate([np.arange(n) for n in chunks])
+    arrays.input_ids[:] = np.arange(total) % CONFIG.vocab_size
+    arrays.slot_mapping[:] = np.concatenate([seq * width * 16 + np.arange(n) for seq, n in enumerate(chunks)])
+    arrays.logit_index[:num_seqs] = arrays.query_start[1:] - 1
+    arrays.logit_seq[:num_seqs] = arrays.rows[:] = np.arange(num_seqs)
+    arrays.logit_target[:num_seqs] = -1
+    arrays.flags[:] = 1
+    arrays.temperature[:], arrays.top_p[:] = 1, 0.9
+    return Batch(arrays, counts, np.zeros(num_seqs, np.int64))
+
+
+class TinyLayer:
+    """One pass through every operation, as a model makes it."""
+
+    def __init__(self, backend: CpuBackend) -> None:
+        self.backend = backend
+        hidden, heads = CONFIG.hidden_size, CONFIG.num_heads + 2 * CONFIG.num_kv_heads
+        parts = [random(CONFIG.num_heads * 8, hidden), random(16, hidden), random(16, hidden)]
+        self.embed = backend.prepare_linear([{"weight": random(CONFIG.vocab_size, hidden)}])
+        self.qkv = backend.prepare_linear([{"weight": part} for part in parts], [p[:, 0] for p in parts])
+        self.gate_up = backend.prepare_linear([{"weight": random(80, hidden)}] * 2)
+        self.down = backend.prepare_linear([{"weight": random(hidden, 80)}])
+        self.norm = backend.prepare_vector(random(hidden))
+        self.cos_sin = backend.from_host(random(1024, 8))
+        self.pool = backend.create_pool(120, 16, CONFIG)
+        self.token_ids = np.full(4, -1, np.int32)
+        self.last_token = np.zeros(4, np.int32)
+        self.heads = heads
+
+    def run(self, batch: Batch) -> Any:
+        backend, n = self.backend, batch.num_tokens
+        backend.begin_forward()
+        backend.load_last_tokens(batch, self.last_token)
+        hidden = backend.embedding(batch.input_ids, self.embed)
+        for layer in range(CONFIG.num_layers):
+            backend.begin_layer()
+            normed = backend.rms_norm(hidden, self.norm, 1e-5)
+            qkv = backend.linear(normed, self.qkv).reshape(n, self.heads, 8)
+            q, k, v = qkv[:, :6], qkv[:, 6:8], qkv[:, 8:]
+            kv = KVCacheView(self.pool, layer)
+            backend.rope_kv_write(q, k, v, kv, batch, self.cos_sin)
+            attended = backend.paged_attention(q, kv, batch, 0.3)
+            normed = backend.rms_norm(attended, self.norm, 1e-5, hidden)
+            out = backend.linear(backend.silu_mul(backend.linear(normed, self.gate_up)), self.down)
+            hidden = backend.rms_norm(out, self.norm, 1e-5, hidden)
+        backend.begin_layer()
+        logits = backend.linear(backend.gather_rows(hidden, batch.logit_index), self.embed)
+        backend.sample(logits, batch, 0, self.token_ids)
+        logprobs = backend.logprobs(logits, batch, 0, self.token_ids, 3)
+        backend.store_last_tokens(batch, self.token_ids, self.last_token)
+        return backend.to_host(logprobs.logprobs)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_measured_arena_is_exactly_enough_and_nothing_else_is_allocated(dtype: str) -> None:
+    backend = CpuBackend(dtype)
+    layer, batch = TinyLayer(backend), create_batch([1, 633, 5])
+    num_bytes = backend.measure(lambda: layer.run(batch))
+    backend.create_arena(num_bytes)
+    layer.run(batch)
+
+    tracemalloc.start()
+    before = tracemalloc.get_traced_memory()[0]
+    tracemalloc.reset_peak()
+    layer.run(batch)
+    peak = tracemalloc.get_traced_memory()[1] - before
+    tracemalloc.stop()
+
+    smallest = batch.num_tokens * CONFIG.hidden_size * 4  # of the activations; kernels' scratch is less
+    assert peak < smallest, f"{peak} bytes on the step path"
+    backend.create_arena(num_bytes - 64)
+    with pytest.raises(AssertionError, match="arena"):
+        layer.run(batch)
+
+
+def test_measuring_computes_nothing() -> None:
+    backend = CpuBackend("float32")
+    layer, batch = TinyLayer(backend), create_batch([1, 33, 5])
+    layer.pool[:] = 7
+
+    backend.measure(lambda: layer.run(batch))
+
+    assert (layer.pool == 7).all()
+    assert (layer.token_ids == -1).all()
+
+
+def test_sampled_tokens_and_logprobs_come_out_of_a_whole_pass() -> None:
+    layer = TinyLayer(create())
+
+    logprobs = layer.run(create_batch([1, 33, 5]))
+
+    assert np.isfinite(logprobs).all()
+    assert (layer.token_ids[:3] >= 0).all()
+    assert layer.last_token[:3].tolist() == layer.token_ids[:3].tolist()
+
+
+@pytest.mark.parametrize("kind", [np.float32, np.float16, ml_dtypes.bfloat16])
+def test_parts_of_any_float_type_are_stacked_along_the_output(kind: Any) -> None:
+    backend = create()
+    parts = [random(n, 40).astype(kind) for n in (50, 7, 33)]
+    biases = [random(n).astype(kind) for n in (50, 7, 33)]
+    x = random(5, 40)
+
+    out = backend.linear(x, backend.prepare_linear([{"weight": part} for part in parts], biases))
+
+    expected = x @ np.concatenate(parts).astype(np.float32).T + np.concatenate(biases).astype(np.float32)
+    assert np.abs(out - expected).max() < 1e-4
+
+
+def test_tied_embedding_reads_the_linear_weight() -> None:
+    backend, weight = create(), random(97, 33)
+    handle = backend.prepare_linear([{"weight": weight}])
+
+    assert np.array_equal(backend.embedding(np.array([96, 0, 31], np.int32), handle), weight[[96, 0, 31]])
+
+
+def test_copy_blocks_moves_whole_blocks_of_a_bfloat16_pool() -> None:
+    backend = create("bfloat16")
+    pool = backend.create_pool(3, 16, CONFIG)
+    pool[:] = np.arange(3).reshape(3, 1, 1, 1, 1, 1).astype(pool.dtype)
+
+    backend.copy_blocks(pool, pool, np.array([[2, 0]], np.int32))
+
+    assert pool.shape == (3, 2, 2, 2, 16, 8)
+    assert pool.reshape(3, -1).astype(np.float32).mean(1).tolist() == [2, 1, 2]
+
+
+def test_result_on_the_host_outlives_the_forward() -> None:
+    backend = create()
+    handle = backend.prepare_linear([{"weight": np.eye(4, dtype=np.float32)}])
+    kept = backend.to_host(backend.linear(np.ones((1, 4), np.float32), handle))
+
+    backend.begin_forward()
+    backend.linear(np.zeros((1, 4), np.float32), handle)
+
+    assert kept.tolist() == [[1, 1, 1, 1]]
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: create_backend("cpu", "int8"), "dtype='int8'.*bfloat16"),
+        (lambda: create_backend("tpu", "float32"), "device='tpu'"),
+        (lambda: create().prepare_linear([{"weight": random(2, 2)}], scheme="awq"), "'awq'.*not supported"),
+    ],
+)
+def test_unsupported_choices_are_refused_by_name(make: Callable[[], Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        make()
+
+
+def test_available_memory_is_plausible() -> None:
+    assert 1 << 20 < create().available_memory() < 1 << 50
