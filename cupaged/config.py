@@ -62,6 +62,14 @@ class HFConfig:
             raise ValueError(f"{self._source}: {key!r} is {value!r}, expected {kind.__name__}")
         return value
 
+    def token_ids(self, key: str) -> tuple[int, ...]:
+        """Return the token id, or the list of them, as a tuple; empty if absent."""
+        value = self.get(key, object, None)
+        ids = value if isinstance(value, list) else [] if value is None else [value]
+        if not all(isinstance(token_id, int) and not isinstance(token_id, bool) for token_id in ids):
+            raise ValueError(f"{self._source}: {key!r} is {value!r}, expected a token id or a list of them")
+        return tuple(ids)
+
     def section(self, key: str) -> "HFConfig":
         """Return the object at `key` (empty if absent)."""
         return HFConfig(self.get(key, dict, {}), f"{self._source}: {key}")

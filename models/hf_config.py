@@ -35,7 +35,7 @@ def decoder_config(hf: HFConfig, **family: Any) -> ModelConfig:
         tie_word_embeddings=hf.get("tie_word_embeddings", bool, False),
         dtype=_dtype(hf),
         bos_token_id=hf.get("bos_token_id", int, None),
-        eos_token_ids=_token_ids(hf, "eos_token_id"),
+        eos_token_ids=hf.token_ids("eos_token_id"),
         **family,
     )
 
@@ -113,14 +113,3 @@ def _dtype(hf: HFConfig) -> str:
     if dtype not in DTYPES:
         raise ValueError(f"config.json: dtype {dtype!r} is not supported; there are {DTYPES}")
     return dtype
-
-
-def _token_ids(hf: HFConfig, key: str) -> tuple[int, ...]:
-    """Return one id, or a list of them, as a tuple."""
-    if not isinstance(hf.get(key, object, None), list):
-        token_id = hf.get(key, int, None)
-        return () if token_id is None else (token_id,)
-    ids = hf.get(key, list)
-    if not all(isinstance(token_id, int) and not isinstance(token_id, bool) for token_id in ids):
-        raise ValueError(f"config.json: {key!r} is {ids!r}, expected a token id or a list of them")
-    return tuple(ids)

@@ -6,10 +6,6 @@ Turns sampled ids and log-probabilities into the RequestOutput that the user see
 from dataclasses import dataclass, field
 from time import perf_counter
 
-import numpy as np
-from numpy.typing import NDArray
-
-from cupaged.batch import TokenLogprobs
 from cupaged.engine.detokenizer import Detokenizer
 from cupaged.engine.tokenizer import Tokenizer
 from cupaged.outputs import CompletionOutput, Logprob, Logprobs, RequestMetrics, RequestOutput
@@ -23,11 +19,12 @@ class Request:
 
     request_id: str
     prompt: str | None
+    prompt_token_ids: list[int]
     sequence: Sequence
     params: SamplingParams
     tokenizer: Tokenizer
     detokenizer: Detokenizer | None  # None: the user wants no text
-    eos_token_ids: frozenset[int]
+    eos_token_ids: frozenset[int]  # none with ignore_eos
     metrics: RequestMetrics
     prompt_logprobs: list[Logprobs | None] | None
     token_ids: list[int] = field(default_factory=list)
@@ -43,47 +40,40 @@ class Request:
         if self.metrics.first_token_time is None:
             self.metrics.first_token_time = perf_counter()
         self.token_ids += token_ids
-        self.finish_reason = finish_reason
         by_token = finish_reason == FinishReason.STOP
-        last = token_ids[-1]
-        if by_token:
-            self.stop_reason = None if last in self.eos_token_ids else last
-        if self.detokenizer is not None:
+        if by_token and token_ids[-1] not in self.eos_token_ids:
+            self.stop_reason = token_ids[-1]
+        detokenizer = self.detokenizer
+        if detokenizer is not None:
             hide_last = by_token and not self.params.include_stop_str_in_output
-            stop = self.detokenizer.append(token_ids[:-1] if hide_last else token_ids)
-            if stop is not None:
-                self.finish_reason, self.stop_reason = FinishReason.STOP, stop
-        if self.finish_reason is not None:
-            self.finish()
+            detokenizer.append(token_ids[:-1] if hide_last else token_ids)
+            if finish_reason is not None:
+                detokenizer.finish()
+            if detokenizer.stop_string is not None:
+                finish_reason, self.stop_reason = FinishReason.STOP, detokenizer.stop_string
+        if finish_reason is not None:
+            self.finish_reason = finish_reason
+            self.metrics.finished_time = perf_counter()
+            self.metrics.num_preemptions = self.sequence.num_preemptions
 
-    def finish(self) -> None:
-        """Release the text held back and take the time."""
-        if self.detokenizer is not None:
-            self.detokenizer.finish()
-        self.metrics.finished_time = perf_counter()
-        self.metrics.num_preemptions = self.sequence.num_preemptions
+    def add_logprobs(self, is_prompt: bool, token_ids: list[int], logprobs: list[float], rank: int) -> None:
+        """Take the next prompt token's or sampled token's log-probability, which is first, and the top ones.
 
-    def add_logprobs(self, tokens: TokenLogprobs, at: NDArray[np.intp]) -> None:
-        """Take the entries `at` of the step's log-probabilities, which are this request's, in order."""
-        for i in at.tolist():
-            prompt = bool(tokens.is_prompt[i])
-            num_top = self.params.prompt_logprobs if prompt else self.params.logprobs
-            entry = self._entry(tokens, i, num_top or 0)
-            if prompt:
-                assert self.prompt_logprobs is not None, "prompt log-probabilities nobody asked for"
-                self.prompt_logprobs.append(entry)
-            else:
-                self.logprobs.append(entry)
-                self.cumulative_logprob += float(tokens.logprobs[i, 0])
-
-    def _entry(self, tokens: TokenLogprobs, i: int, num_top: int) -> Logprobs:
-        ids = tokens.token_ids[i, : 1 + num_top].tolist()
-        values = tokens.logprobs[i, : 1 + num_top].tolist()
-        ranks = [int(tokens.ranks[i]), *range(1, 1 + num_top)]
-        entry: Logprobs = {}
-        for token_id, logprob, rank in zip(ids, values, ranks, strict=True):
-            entry.setdefault(token_id, Logprob(logprob, rank, self.tokenizer.token_text(token_id)))
-        return entry
+        `rank` is the first one's; there may be more top ones than this request wants.
+        """
+        num_top = (self.params.prompt_logprobs if is_prompt else self.params.logprobs) or 0
+        text = self.tokenizer.token_text
+        own = token_ids[0]
+        entry: Logprobs = {own: Logprob(logprobs[0], rank, text(own))}
+        for n in range(1, 1 + num_top):
+            if token_ids[n] != own:
+                entry[token_ids[n]] = Logprob(logprobs[n], n, text(token_ids[n]))
+        if is_prompt:
+            assert self.prompt_logprobs is not None, "prompt log-probabilities nobody asked for"
+            self.prompt_logprobs.append(entry)
+        else:
+            self.logprobs.append(entry)
+            self.cumulative_logprob += logprobs[0]
 
     def output(self) -> RequestOutput | None:
         """Return what the user is to see now by output_kind, or None if that is nothing."""
@@ -112,7 +102,7 @@ class Request:
         return RequestOutput(
             request_id=self.request_id,
             prompt=self.prompt,
-            prompt_token_ids=self.sequence.prompt_token_ids.tolist() if show_prompt else [],
+            prompt_token_ids=self.prompt_token_ids if show_prompt else [],
             prompt_logprobs=self.prompt_logprobs if show_prompt else None,
             outputs=[completion],
             finished=finished,

@@ -61,6 +61,11 @@ class Tokenizer:
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Return the token ids of `text`, by default with the BOS (or EOS) that the checkpoint adds."""
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            bad = f"{text[error.start]!r} at character {error.start}"
+            raise ValueError(f"the text has half a surrogate pair, {bad}; remove it") from None
         states_its_own = self._adds_bos is not None or self._adds_eos is not None
         by_backend = add_special_tokens and not states_its_own
         ids: list[int] = self._backend.encode(text, add_special_tokens=by_backend).ids

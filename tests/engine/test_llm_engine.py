@@ -9,7 +9,7 @@ from cupaged.engine.llm_engine import LLMEngine
 from cupaged.outputs import RequestOutput
 from cupaged.sampling_params import RequestOutputKind
 from tests.engine.conftest import ALPHABET, EOS, MakeEngine
-from tests.engine.scripted import continuation
+from tests.engine.scripted import continuation, next_token
 
 PROMPT = [10, 20, 30]
 
@@ -249,13 +249,89 @@ def test_bad_request_is_refused_and_the_next_one_runs(
     assert run(engine, greedy()).outputs[0].token_ids == continuation(PROMPT, 8)
 
 
-def test_seeds_come_from_the_engines_seed_and_differ(make_engine: MakeEngine) -> None:
-    def seeds() -> list[int]:
-        engine = make_engine(seed=5)
-        return [engine.make_request(str(i), PROMPT, SamplingParams()).sequence.seed for i in range(4)]
+@pytest.mark.parametrize("late", [False, True])
+@pytest.mark.parametrize("error", [RuntimeError("no memory"), KeyboardInterrupt()])
+def test_a_step_that_fails_drops_all_requests_and_the_next_one_runs(
+    make_engine: MakeEngine, late: bool, error: BaseException
+) -> None:
+    failures = [error]
 
-    assert seeds() == seeds()
-    assert len(set(seeds())) == 4
+    def fail_once(token_id: int, position: int) -> int:
+        if position == 6 and failures:
+            raise failures.pop()
+        return next_token(token_id, position)
+
+    engine = make_engine(late=late, follow=fail_once)
+    for name in ("a", "b"):
+        engine.add_request(name, PROMPT, greedy())
+    with pytest.raises(type(error)):
+        finish(engine)
+
+    assert not engine.has_unfinished()
+    assert engine.scheduler.num_used_blocks == 0
+    assert run(engine, greedy()).outputs[0].token_ids == continuation(PROMPT, 8)
+
+
+def test_eos_named_as_a_stop_token_is_the_stop_reason_where_eos_is_ignored(make_engine: MakeEngine) -> None:
+    engine = make_engine(follow=lambda *_: EOS)
+
+    output = run(engine, greedy(ignore_eos=True, stop_token_ids=[EOS])).outputs[0]
+
+    assert (output.finish_reason, output.stop_reason) == ("stop", EOS)
+
+
+@pytest.mark.parametrize("late", [False, True])
+@pytest.mark.parametrize("budget", [2, 7, 64])
+def test_logprobs_and_prompt_logprobs_are_whole_when_chunked_and_preempted(
+    make_engine: MakeEngine, late: bool, budget: int
+) -> None:
+    prompts = [[8 + (i * k) % 50 for k in range(1, 12 + 3 * i)] for i in range(6)]
+    params = greedy(30, prompt_logprobs=1, logprobs=1)
+    cold = [run(make_engine(late=late), params, prompt) for prompt in prompts]
+    engine = make_engine(num_blocks=6, late=late, max_num_batched_tokens=budget, max_model_len=96)
+    for i, prompt in enumerate(prompts):
+        engine.add_request(str(i), prompt, params)
+
+    outputs = finish(engine)
+
+    assert engine.scheduler.num_preemptions > 0
+    for i, expected in enumerate(cold):
+        assert outputs[str(i)].prompt_logprobs == expected.prompt_logprobs
+        assert outputs[str(i)].outputs == expected.outputs
+
+
+@pytest.mark.parametrize("kind", RequestOutputKind)
+def test_text_tokens_and_logprobs_end_at_the_token_that_completes_a_stop_string(
+    make_engine: MakeEngine, kind: RequestOutputKind
+) -> None:
+    text = text_of(continuation(PROMPT, 8))
+    engine = make_engine(late=True)
+    engine.add_request("r", PROMPT, greedy(stop=[text[3:5]], logprobs=0, output_kind=kind))
+    outputs: list[RequestOutput] = []
+    while engine.has_unfinished():
+        outputs += engine.step()
+
+    parts = [o.outputs[0] for o in outputs]
+    if kind != RequestOutputKind.DELTA:
+        parts = parts[-1:]
+    token_ids = [i for part in parts for i in part.token_ids]
+    assert token_ids == continuation(PROMPT, 5)
+    assert [next(iter(entry)) for part in parts for entry in part.logprobs or []] == token_ids
+    assert "".join(part.text for part in parts) == text[:3]
+    assert parts[-1].cumulative_logprob == -sum(token_ids) / 8
+
+
+def test_a_thousand_requests_leave_nothing_behind(make_engine: MakeEngine) -> None:
+    engine = make_engine(late=True)
+    for i in range(1000):
+        engine.add_request(str(i), PROMPT, greedy(1 + i % 3))
+        if i % 5 == 0:
+            engine.abort(str(i))
+
+    assert len(finish(engine)) == 800
+    assert not engine._requests
+    assert not engine._in_flight
+    assert engine.scheduler.num_waiting == engine.scheduler.num_running == 0
 
 
 def test_close_closes_the_executor(make_engine: MakeEngine) -> None:

@@ -195,3 +195,10 @@ def test_templates_see_the_special_tokens(tmp_path: Path) -> None:
 
     assert text == "<s>Hi</s>"
     assert tokenizer.encode(text, add_special_tokens=False).count(1) == 1
+
+
+def test_half_a_surrogate_pair_is_refused_with_its_place(tmp_path: Path) -> None:
+    tokenizer = Tokenizer.from_directory(write_directory(tmp_path, byte_level()))
+
+    with pytest.raises(ValueError, match=r"half a surrogate pair, '\\ud800' at character 3"):
+        tokenizer.encode("abc\ud800")

@@ -1,0 +1,111 @@
+"""InputProcessor: every kind of prompt that is taken, and one clear error for each that is not."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from cupaged import SamplingParams
+from cupaged.engine.input_processor import InputProcessor
+from cupaged.engine.tokenizer import Tokenizer
+from tests.engine.scripted import VOCAB_SIZE
+
+MAX_MODEL_LEN = 32
+
+
+def make_inputs(scripted_dir: Path, eos_token_ids: tuple[int, ...] = (0,), seed: int = 0) -> InputProcessor:
+    return InputProcessor(
+        Tokenizer.from_directory(scripted_dir),
+        vocab_size=VOCAB_SIZE,
+        max_model_len=MAX_MODEL_LEN,
+        eos_token_ids=eos_token_ids,
+        seed=seed,
+    )
+
+
+@pytest.fixture
+def inputs(scripted_dir: Path) -> InputProcessor:
+    return make_inputs(scripted_dir)
+
+
+@pytest.mark.parametrize(
+    "prompt",
+    [
+        [1, 2, 3],
+        (1, 2, 3),
+        range(1, 4),
+        np.array([1, 2, 3]),
+        [np.int64(1), np.uint8(2), 3],
+        "abc",
+        np.str_("abc"),
+        {"prompt": "abc"},
+        {"prompt_token_ids": np.array([1, 2, 3], np.int16)},
+        {"prompt_token_ids": [1, 2, 3], "prompt": None},
+    ],
+)
+def test_every_kind_of_prompt_becomes_the_same_ids(inputs: InputProcessor, prompt: Any) -> None:
+    request = inputs.make_request("r", prompt, SamplingParams())
+
+    assert request.prompt_token_ids == [1, 2, 3]
+    assert all(type(token_id) is int for token_id in request.prompt_token_ids)
+    assert request.sequence.prompt_token_ids.tolist() == [1, 2, 3]
+
+
+@pytest.mark.parametrize(
+    ("prompt", "message"),
+    [
+        (b"abc", "text or a list of token ids, got bytes"),
+        (None, "got NoneType"),
+        (1.5, "got float"),
+        ({1, 2}, "got set"),
+        (np.array(5), "got ndarray"),
+        (np.array([[1, 2]]), "got ndarray"),
+        ([[1, 2]], r"whole numbers, got \[1, 2\]"),
+        ([np.float32(1)], "whole numbers"),
+        ([np.True_], "whole numbers"),
+        ([10**30], rf"contains {10**30}, but the model's ids are 0\.\.63"),
+        ({"prompt": [1, 2]}, "'prompt' is text, got list"),
+        ({"prompt_token_ids": "abc"}, "'prompt_token_ids' is a list of token ids, got str"),
+        ({"prompt": "abc", "multi_modal_data": {}}, "nothing else, got .*multi_modal_data"),
+        ({"prompt": None}, r"needs one of .*, got \[\]"),
+    ],
+)
+def test_any_other_prompt_is_refused(inputs: InputProcessor, prompt: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        inputs.make_request("r", prompt, SamplingParams())
+
+
+def test_prompt_of_all_but_one_token_leaves_room_for_one(inputs: InputProcessor) -> None:
+    request = inputs.make_request("r", [1] * (MAX_MODEL_LEN - 1), SamplingParams(max_tokens=10**20))
+
+    assert request.sequence.max_total_tokens == MAX_MODEL_LEN
+
+
+def test_min_tokens_with_every_token_banned_is_refused(inputs: InputProcessor) -> None:
+    params = SamplingParams(stop_token_ids=range(1, VOCAB_SIZE), min_tokens=1)  # and 0 is EOS
+
+    with pytest.raises(ValueError, match=r"all 64 tokens.*min_tokens=1"):
+        inputs.make_request("r", [1], params)
+
+
+def test_eos_ids_that_the_model_cannot_sample_are_left_out(scripted_dir: Path) -> None:
+    inputs = make_inputs(scripted_dir, eos_token_ids=(-1, 0, VOCAB_SIZE))
+
+    sequence = inputs.make_request("r", [1], SamplingParams(min_tokens=1)).sequence
+
+    assert sequence.stop_token_ids == sequence.banned_token_ids == (0,)
+
+
+def test_seeds_are_drawn_from_the_engines_seed_and_differ(scripted_dir: Path) -> None:
+    def seeds(seed: int) -> list[int]:
+        inputs = make_inputs(scripted_dir, seed=seed)
+        return [inputs.make_request(str(i), [1], SamplingParams()).sequence.seed for i in range(4)]
+
+    assert seeds(5) == seeds(5)
+    assert len({*seeds(5), *seeds(6), *seeds(-5)}) == 12
+
+
+@pytest.mark.parametrize("seed", [-1, 2**64 - 1])
+def test_a_requests_own_seed_is_its_64_bits(inputs: InputProcessor, seed: int) -> None:
+    assert inputs.make_request("r", [1], SamplingParams(seed=seed)).sequence.seed == 2**64 - 1
