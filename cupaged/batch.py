@@ -122,13 +122,25 @@ def buffer_size(bucket: Bucket, tail: int) -> int:
 
 
 class Batch:
-    """One step: the arrays cut to its counts. `arrays` has them at full capacity, for fixed shapes."""
+    """One step: the arrays cut to its counts. `arrays` has them at full capacity, for fixed shapes.
 
-    def __init__(self, arrays: BatchArrays, counts: NDArray[np.int32], serials: NDArray[np.int64]) -> None:
-        """Cut `arrays` by `counts`, which are on the host even where the arrays are on a device."""
-        a = self.arrays = arrays
+    On a device: copy `words` of the host's batch into a buffer there and cut it by the host's counts.
+    """
+
+    def __init__(
+        self,
+        buffer: Array,
+        bucket: Bucket,
+        serials: NDArray[np.int64],
+        *,
+        arrays: BatchArrays | None = None,
+        counts: NDArray[np.int32] | None = None,
+    ) -> None:
+        """Cut `buffer`; `arrays` are its views if the caller has them, `counts` its counts on the host."""
+        a = self.arrays = view(buffer, bucket) if arrays is None else arrays
+        self.buffer, self.bucket = buffer, bucket
         self.serials = serials  # [num_seqs], the scheduler's proof that a row still holds the same sequence
-        c = counts.tolist()
+        c = (a.counts if counts is None else counts).tolist()
         tokens, seqs, logits = c[Count.NUM_TOKENS], c[Count.NUM_SEQS], c[Count.NUM_LOGITS]
         self.num_tokens: int = tokens
         self.num_seqs: int = seqs
@@ -151,7 +163,14 @@ class Batch:
         banned = swap_in + 2 * c[Count.NUM_SWAP_IN]
         history = banned + c[Count.NUM_BANNED]
         self.swap_out, self.swap_in = a.tail[:swap_in].reshape(-1, 2), a.tail[swap_in:banned].reshape(-1, 2)
-        self.banned, self.history = a.tail[banned:history], a.tail[history : history + c[Count.NUM_HISTORY]]
+        end = history + c[Count.NUM_HISTORY]
+        self.banned, self.history = a.tail[banned:history], a.tail[history:end]
+        self._num_words = len(buffer) - len(a.tail) + end
+
+    @property
+    def words(self) -> Array:
+        """Return the part of the buffer that the step uses: int32, one piece."""
+        return self.buffer[: self._num_words]
 
 
 class TokenLogprobs(NamedTuple):

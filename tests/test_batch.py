@@ -51,12 +51,13 @@ def test_views_share_the_buffer_and_floats_are_its_bits() -> None:
 
 
 def test_batch_cuts_the_views_by_the_counts() -> None:
-    arrays = view(np.arange(buffer_size(BUCKET, 40), dtype=np.int32), BUCKET)
-    counts = np.zeros(NUM_COUNTS, np.int32)
+    buffer = np.arange(buffer_size(BUCKET, 40), dtype=np.int32)
+    counts = view(buffer, BUCKET).counts
+    counts[:] = 0
     counts[[Count.NUM_TOKENS, Count.NUM_SEQS, Count.NUM_DECODES, Count.NUM_LOGITS]] = 20, 4, 3, 9
     counts[[Count.TABLE_WIDTH, Count.NUM_COPY, Count.NUM_ROW_COPY]] = 2, 1, 2
 
-    batch = Batch(arrays, counts, np.zeros(4, np.int64))
+    batch = Batch(buffer, BUCKET, np.zeros(4, np.int64))
 
     assert (batch.num_tokens, batch.num_seqs, batch.num_decodes, batch.num_logits) == (20, 4, 3, 9)
     assert batch.input_ids.size == batch.positions.size == batch.slot_mapping.size == 20
@@ -68,14 +69,31 @@ def test_batch_cuts_the_views_by_the_counts() -> None:
 
 
 def test_tail_holds_swap_pairs_then_banned_then_history() -> None:
-    arrays = view(np.zeros(buffer_size(BUCKET, 40), np.int32), BUCKET)
+    buffer = np.zeros(buffer_size(BUCKET, 40), np.int32)
+    arrays = view(buffer, BUCKET)
     arrays.tail[:] = np.arange(40)
-    counts = np.zeros(NUM_COUNTS, np.int32)
-    counts[[Count.NUM_SWAP_OUT, Count.NUM_SWAP_IN, Count.NUM_BANNED, Count.NUM_HISTORY]] = 1, 2, 3, 4
+    arrays.counts[[Count.NUM_SWAP_OUT, Count.NUM_SWAP_IN, Count.NUM_BANNED, Count.NUM_HISTORY]] = 1, 2, 3, 4
 
-    batch = Batch(arrays, counts, np.zeros(0, np.int64))
+    batch = Batch(buffer, BUCKET, np.zeros(0, np.int64))
 
     assert batch.swap_out.tolist() == [[0, 1]]
     assert batch.swap_in.tolist() == [[2, 3], [4, 5]]
     assert batch.banned.tolist() == [6, 7, 8]
     assert batch.history.tolist() == [9, 10, 11, 12]
+
+
+def test_a_copy_of_the_words_is_the_step() -> None:
+    buffer = np.arange(buffer_size(BUCKET, 40), dtype=np.int32)
+    counts = view(buffer, BUCKET).counts
+    counts[:] = 0
+    counts[[Count.NUM_TOKENS, Count.NUM_SEQS, Count.NUM_BANNED, Count.NUM_HISTORY]] = 20, 4, 3, 4
+    host = Batch(buffer, BUCKET, np.zeros(4, np.int64))
+    device_buffer = np.full(buffer_size(BUCKET, 64), -7, np.int32)
+
+    device_buffer[: len(host.words)] = host.words
+    device = Batch(device_buffer, BUCKET, host.serials, counts=host.arrays.counts)
+
+    assert device.input_ids.tolist() == host.input_ids.tolist()
+    assert device.block_tables.tolist() == host.block_tables.tolist()
+    assert device.history.tolist() == host.history.tolist()
+    assert device_buffer[len(host.words)] == -7

@@ -38,7 +38,7 @@ class BatchBuffer:
 
     def __init__(self, largest: Bucket) -> None:
         """Make room for the largest bucket; the tail uses what smaller ones leave, or grows the buffer."""
-        self._words = np.zeros(buffer_size(largest, 0), np.int32)
+        self.words = np.zeros(buffer_size(largest, 0), np.int32)
         self._views: dict[Bucket, BatchArrays] = {}
         self.serials = np.zeros(largest.num_seqs, np.int64)
 
@@ -46,10 +46,10 @@ class BatchBuffer:
         """Return the buffer's views for `bucket` with at least `num_tail` words of tail."""
         arrays = self._views.get(bucket)
         if arrays is None:
-            arrays = self._views[bucket] = view(self._words, bucket)
+            arrays = self._views[bucket] = view(self.words, bucket)
         if num_tail > arrays.tail.size:
-            self._words = np.zeros(buffer_size(bucket, 2 * num_tail), np.int32)
-            arrays = view(self._words, bucket)
+            self.words = np.zeros(buffer_size(bucket, 2 * num_tail), np.int32)
+            arrays = view(self.words, bucket)
             self._views = {bucket: arrays}
         return arrays
 

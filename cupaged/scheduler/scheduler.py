@@ -237,10 +237,11 @@ class Scheduler:
         num_tokens, num_seqs, table_width, num_tail = measure(rows, sampling, blocks)
         buffer = self._buffers[0]
         self._buffers.rotate(-1)
-        arrays = buffer.views(bucket_for(num_tokens, num_seqs, table_width), num_tail)
+        bucket = bucket_for(num_tokens, num_seqs, table_width)
+        arrays = buffer.views(bucket, num_tail)
         pack_batch(rows, sampling, blocks, arrays, buffer.serials)
         advance(rows, self._step)
-        batch = Batch(arrays, arrays.counts, buffer.serials[:num_seqs])
+        batch = Batch(buffer.words, bucket, buffer.serials[:num_seqs], arrays=arrays)
         self._in_flight.append(batch)
         return batch
 

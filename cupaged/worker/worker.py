@@ -13,7 +13,7 @@ import numpy as np
 
 from cupaged.backend.base import Backend, Communicator, create_backend
 from cupaged.backend.comm import SingleRank
-from cupaged.batch import NUM_COUNTS, Batch, Bucket, Count, StepOutput, buffer_size, view
+from cupaged.batch import Batch, Bucket, Count, StepOutput, buffer_size, view
 from cupaged.config import EngineConfig, ModelConfig
 from cupaged.models import load_model_class, load_model_config
 from cupaged.sampling_params import MAX_LOGPROBS
@@ -126,10 +126,11 @@ def largest_batches(config: EngineConfig) -> list[Batch]:
     bucket = Bucket(num_tokens, num_seqs, 1)
     batches = []
     for num_decodes, tokens in ((num_seqs, num_seqs), (0, num_tokens)):
-        counts = np.zeros(NUM_COUNTS, np.int32)
+        buffer = np.zeros(buffer_size(bucket, 0), np.int32)
+        arrays = view(buffer, bucket)
+        counts = arrays.counts
         counts[[Count.NUM_TOKENS, Count.NUM_SEQS, Count.NUM_DECODES]] = tokens, num_seqs, num_decodes
         counts[[Count.NUM_LOGITS, Count.TABLE_WIDTH]] = tokens, 1
-        arrays = view(np.zeros(buffer_size(bucket, 0), np.int32), bucket)
         arrays.num_logprobs[:] = MAX_LOGPROBS
-        batches.append(Batch(arrays, counts, np.zeros(num_seqs, np.int64)))
+        batches.append(Batch(buffer, bucket, np.zeros(num_seqs, np.int64), arrays=arrays))
     return batches

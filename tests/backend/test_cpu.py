@@ -41,7 +41,8 @@ def create_batch(chunks: list[int]) -> Batch:
     """Return a step in which sequence i prefills chunks[i] tokens into its own blocks of 16."""
     total, num_seqs, width = sum(chunks), len(chunks), -(-max(chunks) // 16)
     bucket = Bucket(total, num_seqs, width)
-    arrays = view(np.zeros(buffer_size(bucket, 0), np.int32), bucket)
+    buffer = np.zeros(buffer_size(bucket, 0), np.int32)
+    arrays = view(buffer, bucket)
     counts = arrays.counts
     counts[[Count.NUM_TOKENS, Count.NUM_SEQS, Count.NUM_LOGITS, Count.TABLE_WIDTH]] = [
         total,
@@ -61,7 +62,7 @@ def create_batch(chunks: list[int]) -> Batch:
     arrays.logit_target[:num_seqs] = -1
     arrays.flags[:] = 1
     arrays.temperature[:], arrays.top_p[:] = 1, 0.9
-    return Batch(arrays, counts, np.zeros(num_seqs, np.int64))
+    return Batch(buffer, bucket, np.zeros(num_seqs, np.int64))
 
 
 class TinyLayer:

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from cupaged.backend.base import Backend, Communicator, KVCacheView, create_backend
 from cupaged.backend.comm import SingleRank
-from cupaged.batch import NUM_COUNTS, Batch, Bucket, Count, buffer_size, view
+from cupaged.batch import Batch, Bucket, Count, buffer_size, view
 from cupaged.models import load_model_class, load_model_config
 from cupaged.worker.weights import Checkpoint
 
@@ -75,10 +75,10 @@ class Driver:
         return np.concatenate([self.step({seq: part})[seq] for part in chunks])
 
     def _batch(self, order: Sequence[int], new_tokens: dict[int, Sequence[int]]) -> Batch:
-        counts = np.zeros(NUM_COUNTS, np.int32)
         num_tokens = sum(len(new_tokens[seq]) for seq in order)
         bucket = Bucket(num_tokens, len(order), NUM_BLOCKS)
-        arrays: Any = view(np.zeros(buffer_size(bucket, 0), np.int32), bucket)
+        buffer = np.zeros(buffer_size(bucket, 0), np.int32)
+        arrays: Any = view(buffer, bucket)
         arrays.block_tables[:] = -1
         at, width = 0, 0
         for i, seq in enumerate(order):
@@ -98,7 +98,8 @@ class Driver:
             at, width = at + len(tokens), max(width, len(table))
             arrays.query_start[i + 1] = at
         arrays.logit_index[:] = np.arange(num_tokens)
+        counts = arrays.counts
         counts[[Count.NUM_TOKENS, Count.NUM_SEQS, Count.TABLE_WIDTH]] = num_tokens, len(order), width
         counts[Count.NUM_LOGITS] = num_tokens
         counts[Count.NUM_DECODES] = sum(len(new_tokens[seq]) == 1 for seq in order)
-        return Batch(arrays, counts, np.zeros(len(order), np.int64))
+        return Batch(buffer, bucket, np.zeros(len(order), np.int64))

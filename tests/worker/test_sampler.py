@@ -6,7 +6,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cupaged.backend.cpu import CpuBackend
-from cupaged.batch import NUM_COUNTS, Batch, Bucket, Count, Flag, buffer_size, view
+from cupaged.batch import Batch, Bucket, Count, Flag, buffer_size, view
 from cupaged.worker.sampler import LOGITS_CHUNK, Sampler
 
 VOCAB_SIZE = 11
@@ -31,9 +31,9 @@ def make_batch(num_seqs: int, targets: list[list[int]] | None = None) -> Batch:
     targets = targets or [[] for _ in range(num_seqs)]
     num_logits = num_seqs + sum(map(len, targets))
     bucket = Bucket(num_logits, num_seqs, 1)
-    arrays = view(np.zeros(buffer_size(bucket, 0), np.int32), bucket)
-    counts = np.zeros(NUM_COUNTS, np.int32)
-    counts[[Count.NUM_TOKENS, Count.NUM_SEQS, Count.NUM_LOGITS]] = num_logits, num_seqs, num_logits
+    buffer = np.zeros(buffer_size(bucket, 0), np.int32)
+    arrays = view(buffer, bucket)
+    arrays.counts[[Count.NUM_TOKENS, Count.NUM_SEQS, Count.NUM_LOGITS]] = num_logits, num_seqs, num_logits
     arrays.flags[:] = Flag.SAMPLES
     arrays.rows[:] = np.arange(num_seqs)
     arrays.num_logprobs[:] = -1
@@ -41,7 +41,7 @@ def make_batch(num_seqs: int, targets: list[list[int]] | None = None) -> Batch:
     arrays.logit_index[:] = np.arange(num_logits)
     arrays.logit_seq[:] = np.repeat(np.arange(num_seqs), [len(t) + 1 for t in targets])
     arrays.logit_target[:] = [target for t in targets for target in [*t, -1]]
-    return Batch(arrays, counts, np.zeros(num_seqs, np.int64))
+    return Batch(buffer, bucket, np.zeros(num_seqs, np.int64))
 
 
 def make_sampler(max_num_seqs: int) -> tuple[Sampler, HiddenIsLogits]:
@@ -72,10 +72,8 @@ def test_a_sequence_that_does_not_sample_has_no_token() -> None:
     sampler, _ = make_sampler(2)
     batch = make_batch(2)
     batch.flags[1] = 0
-    counts = batch.arrays.counts.copy()
-    counts[[Count.NUM_TOKENS, Count.NUM_SEQS]] = 2, 2
-    counts[Count.NUM_LOGITS] = 1
-    batch = Batch(batch.arrays, counts, batch.serials)
+    batch.arrays.counts[Count.NUM_LOGITS] = 1
+    batch = Batch(batch.buffer, batch.bucket, batch.serials)
 
     output = sampler.sample(random_logits(2), batch, batch)
 
