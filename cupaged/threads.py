@@ -9,8 +9,8 @@ import ctypes
 import importlib.metadata
 import sys
 import threading
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import numba as _numba
@@ -56,22 +56,31 @@ def launch_threads() -> str:
     return str(numba.threading_layer())
 
 
-class ParallelRegion:
-    """`with region:` runs parallel kernels on `num_threads` threads, alone among this process's regions."""
+class ParallelRunner:
+    """Runs parallel kernels on up to `num_threads` threads, one kernel at a time in this process."""
 
     def __init__(self, num_threads: int | None = None) -> None:
         launch_threads()
         limit = int(numba.config.NUMBA_NUM_THREADS)  # what Numba started
         self.num_threads = limit if num_threads is None else min(num_threads, limit)
-        self._before: list[int] = []  # the calling thread's own setting
 
-    def __enter__(self) -> None:
-        _lock.acquire()
-        self._before.append(numba.get_num_threads())
-        numba.set_num_threads(self.num_threads)
+    def run(self, kernel: Callable[..., None], args: Sequence[Any], num_items: int = 0) -> None:
+        """Call the kernel; the calling thread's own settings are as before afterwards.
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        numba.set_num_threads(self._before.pop())
-        _lock.release()
+        With num_items, the length of its parallel loop, work is handed out in up to eight pieces a
+        thread: with one piece each, a core that is busy elsewhere holds up all others.
+        """
+        with _lock:
+            threads = numba.get_num_threads()
+            chunk = (
+                numba.set_parallel_chunksize(max(1, num_items // (8 * self.num_threads))) if num_items else 0
+            )
+            if threads != self.num_threads:
+                numba.set_num_threads(self.num_threads)
+            try:
+                kernel(*args)
+            finally:
+                if num_items:
+                    numba.set_parallel_chunksize(chunk)
+                if threads != self.num_threads:
+                    numba.set_num_threads(threads)

@@ -19,7 +19,7 @@ from cupaged.jit import specialize
 from cupaged.kernels import linear, logprobs, paged_attention, rms_norm, rope_kv_write, rows, sample, silu_mul
 from cupaged.kernels.linear import PackedLinear
 from cupaged.kernels.tree import BLOCK
-from cupaged.threads import ParallelRegion
+from cupaged.threads import ParallelRunner
 
 _KV_DTYPES = {"float32": np.float32, "float16": np.float32, "bfloat16": ml_dtypes.bfloat16}
 _NONE = np.empty(0, np.float32)
@@ -48,7 +48,7 @@ class CpuBackend:
         specialize(paged_attention.paged_attention_cpu, paged_attention.SIGNATURE.format(code))
         specialize(rope_kv_write.rope_kv_write_cpu, rope_kv_write.SIGNATURE.format(code))
         self._arena = Arena()
-        self._parallel = ParallelRegion(num_threads)
+        self._parallel = ParallelRunner(num_threads)
 
     def available_memory(self) -> int:
         """Return the bytes that the machine can still give."""
@@ -119,7 +119,7 @@ class CpuBackend:
     def linear(self, x: Array, weight: PackedLinear) -> Array:
         """Return x @ weight.T + bias."""
         out = self._arena.take((x.shape[0], weight.out_features), np.float32)
-        self._run(linear.linear_cpu, x, weight.panels, weight.bias, out)
+        self._run(linear.linear_cpu, x, weight.panels, weight.bias, out, num_items=len(weight.panels))
         return out
 
     def embedding(self, ids: Array, weight: PackedLinear) -> Array:
@@ -168,7 +168,8 @@ class CpuBackend:
         out = self._arena.take(q.shape, np.float32)
         sequences = (batch.block_tables, batch.query_start, batch.seq_lens)
         mask = (scale, sliding_window, softcap, _NONE if sinks is None else sinks)
-        self._run(paged_attention.paged_attention_cpu, q, _words(kv.pool), kv.layer, *sequences, *mask, out)
+        args = (q, _words(kv.pool), kv.layer, *sequences, *mask, out)
+        self._run(paged_attention.paged_attention_cpu, *args, num_items=batch.num_seqs * kv.pool.shape[3])
         return out.reshape(q.shape[0], -1)
 
     def silu_mul(self, gate_up: Array) -> Array:
@@ -231,11 +232,10 @@ class CpuBackend:
         if not self._arena.measuring:
             rows.store_last_tokens_cpu(batch.rows, batch.flags, token_ids, last_token)
 
-    def _run(self, kernel: Callable[..., None], *args: Any) -> None:
+    def _run(self, kernel: Callable[..., None], *args: Any, num_items: int = 0) -> None:
         """Run a kernel on this backend's threads; not while only sizes are counted."""
         if not self._arena.measuring:
-            with self._parallel:
-                kernel(*args)
+            self._parallel.run(kernel, args, num_items)
 
 
 def _words(pool: Array) -> Array:
