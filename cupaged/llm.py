@@ -1,20 +1,24 @@
 """LLM: the offline front door. Prompts in, finished outputs out, in order."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
+from itertools import chain
+from numbers import Number
 from pathlib import Path
+from threading import Lock
 from types import TracebackType
-from typing import Any
+from typing import Any, cast
 
 from tqdm import tqdm
 
 from cupaged.config import EngineConfig
 from cupaged.engine.llm_engine import LLMEngine, Prompt
+from cupaged.engine.request import Request
 from cupaged.engine.tokenizer import Tokenizer
 from cupaged.outputs import RequestOutput
 from cupaged.sampling_params import RequestOutputKind, SamplingParams
 
-Message = dict[str, Any]  # {"role": ..., "content": ...}
+Message = Mapping[str, Any]  # {"role": ..., "content": ...}
 
 
 class LLM:
@@ -27,13 +31,14 @@ class LLM:
         max_num_batched_tokens=2048, gpu_memory_utilization=0.9, kv_cache_memory (bytes), seed=0, ...
         """
         self.engine = LLMEngine(EngineConfig.create(model, **options))
+        self._lock = Lock()  # calls from several threads take turns
         self._num_requests = 0
         self._is_closed = False
 
     def generate(
         self,
-        prompts: Prompt | Sequence[Prompt],
-        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        prompts: Prompt | Iterable[Prompt],
+        sampling_params: SamplingParams | Iterable[SamplingParams] | None = None,
         use_tqdm: bool = True,
     ) -> list[RequestOutput]:
         """Return one finished RequestOutput for each prompt, in order.
@@ -42,29 +47,28 @@ class LLM:
         sampling_params: one for all, one for each, or None for the model's own defaults. ValueError names
         the first bad prompt or parameter, before anything has run.
         """
-        if self._is_closed:
-            raise RuntimeError("the LLM is closed; make a new one")
-        prompt_list = _as_list(prompts)
-        params_list = self._params(sampling_params, len(prompt_list))
-        first = self._num_requests
-        self._num_requests += len(prompt_list)
-        ids = [str(first + i) for i in range(len(prompt_list))]
-        each = zip(ids, prompt_list, params_list, strict=True)
-        requests = [self.engine.make_request(*args) for args in each]
-        try:
-            for request in requests:
-                self.engine.add(request)
-            finished = self._run(len(requests), use_tqdm)
-        except BaseException:  # also KeyboardInterrupt: leave nothing running behind
-            for request_id in ids:
-                self.engine.abort(request_id)
-            raise
+        with self._lock:
+            if self._is_closed:
+                raise RuntimeError("the LLM is closed; make a new one")
+            prompt_list = _as_prompts(prompts)
+            params_list = self._params(sampling_params, len(prompt_list))
+            ids = [str(self._num_requests + i) for i in range(len(prompt_list))]
+            self._num_requests += len(ids)
+            requests = self._make_requests(ids, prompt_list, params_list)
+            try:
+                for request in requests:
+                    self.engine.add(request)
+                finished = self._run(set(ids), use_tqdm)
+            except BaseException:  # also KeyboardInterrupt: leave nothing running behind
+                for request_id in ids:
+                    self.engine.abort(request_id)
+                raise
         return [finished[request_id] for request_id in ids]
 
     def chat(
         self,
-        messages: Sequence[Message] | Sequence[Sequence[Message]],
-        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        messages: Iterable[Message] | Iterable[Iterable[Message]],
+        sampling_params: SamplingParams | Iterable[SamplingParams] | None = None,
         use_tqdm: bool = True,
         *,
         chat_template: str | None = None,
@@ -74,12 +78,11 @@ class LLM:
         chat_template_kwargs: dict[str, Any] | None = None,
     ) -> list[RequestOutput]:
         """Generate the answer to one conversation, or to each of a list, by the model's chat template."""
-        conversations: Sequence[Any] = [messages] if messages and isinstance(messages[0], dict) else messages
         tokenizer = self.engine.tokenizer
         prompts: list[Prompt] = []
-        for conversation in conversations:
+        for conversation in _as_conversations(messages):
             text = tokenizer.render_chat(
-                list(conversation),
+                conversation,
                 add_generation_prompt=add_generation_prompt,
                 continue_final_message=continue_final_message,
                 tools=tools,
@@ -99,8 +102,9 @@ class LLM:
 
     def close(self) -> None:
         """Free weights and KV cache; the object is of no use afterwards."""
-        self._is_closed = True
-        self.engine.close()
+        with self._lock:
+            self._is_closed = True
+            self.engine.close()
 
     def __enter__(self) -> "LLM":
         return self
@@ -114,24 +118,43 @@ class LLM:
         self.close()
 
     def _params(
-        self, params: SamplingParams | Sequence[SamplingParams] | None, num_prompts: int
+        self, params: SamplingParams | Iterable[SamplingParams] | None, num_prompts: int
     ) -> list[SamplingParams]:
         if params is None:
             params = self.get_default_sampling_params()
-        each = [params] * num_prompts if isinstance(params, SamplingParams) else list(params)
+        is_list = isinstance(params, Iterable) and not isinstance(params, Mapping)
+        each: list[Any] = list(cast(Any, params)) if is_list else [params] * num_prompts
+        for item in each:
+            if not isinstance(item, SamplingParams):
+                raise ValueError(f"sampling_params must be SamplingParams, got {item!r}")
         if len(each) != num_prompts:
             raise ValueError(
                 f"there are {num_prompts} prompts but {len(each)} sampling_params; give one, or one each"
             )
         return [replace(p, output_kind=RequestOutputKind.FINAL_ONLY) for p in each]
 
-    def _run(self, num_requests: int, use_tqdm: bool) -> dict[str, RequestOutput]:
-        """Step until all have finished."""
+    def _make_requests(
+        self, ids: list[str], prompts: list[Prompt], params: list[SamplingParams]
+    ) -> list[Request]:
+        requests = []
+        for i, args in enumerate(zip(ids, prompts, params, strict=True)):
+            try:
+                requests.append(self.engine.make_request(*args))
+            except ValueError as error:
+                if len(prompts) == 1:
+                    raise
+                raise ValueError(f"prompts[{i}]: {error}") from error
+        return requests
+
+    def _run(self, pending: set[str], use_tqdm: bool) -> dict[str, RequestOutput]:
+        """Step until all pending requests have finished."""
         finished: dict[str, RequestOutput] = {}
         num_tokens = 0
-        with tqdm(total=num_requests, desc="requests", disable=not use_tqdm, dynamic_ncols=True) as bar:
-            while len(finished) < num_requests:
+        with tqdm(total=len(pending), desc="requests", disable=not use_tqdm, dynamic_ncols=True) as bar:
+            while len(finished) < len(pending):
                 for output in self.engine.step():
+                    if output.request_id not in pending:  # the user's own, added to the engine
+                        continue
                     finished[output.request_id] = output
                     num_tokens += len(output.outputs[0].token_ids)
                     bar.update()
@@ -140,11 +163,24 @@ class LLM:
         return finished
 
 
-def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
-    """Return a list of prompts; a list of whole numbers is one prompt of token ids."""
-    if isinstance(prompts, (str, dict)):
-        return [prompts]
-    each = list(prompts)
-    if each and all(isinstance(item, int) for item in each):
-        return [[int(item) for item in each if isinstance(item, int)]]
-    return [item for item in each if not isinstance(item, int)] if each else []
+def _as_prompts(prompts: Prompt | Iterable[Prompt]) -> list[Prompt]:
+    """Return a list of prompts; numbers, which are token ids, are one prompt."""
+    try:
+        each: list[Any] = [prompts] if isinstance(prompts, (str, bytes, Mapping)) else list(prompts)
+    except TypeError:
+        raise ValueError(f"prompts must be a prompt or a list of them, got {prompts!r}") from None
+    return [each] if any(isinstance(item, Number) for item in each) else each
+
+
+def _as_conversations(messages: Iterable[Message] | Iterable[Iterable[Message]]) -> list[list[Message]]:
+    try:
+        each: list[Any] = list(messages)
+        if each and isinstance(each[0], Mapping):
+            each = [each]
+        conversations = [list(conversation) for conversation in each]
+    except TypeError:
+        raise ValueError(f"messages must be a list of messages, or of such lists, got {messages!r}") from None
+    for message in chain.from_iterable(conversations):
+        if not isinstance(message, Mapping):
+            raise ValueError(f"a message is a dict with 'role' and 'content', got {message!r}")
+    return conversations

@@ -37,14 +37,14 @@ class LLMEngine:
         model_dir = resolve_model(config.model)
         tokenizer_dir = resolve_model(config.tokenizer) if config.tokenizer else model_dir
         self.tokenizer = Tokenizer.from_directory(tokenizer_dir, config.chat_template)
+        generation = GenerationConfig({}, ())
+        if config.generation_config == "auto":
+            generation = read_generation_config(model_dir)
         self.executor = create_executor(config, model_dir)
         self.model_config = self.executor.model_config
         self.max_model_len = self.executor.plan.max_model_len
         self.num_kv_blocks = self.executor.plan.num_blocks
         self.kv_block_bytes = self.executor.plan.block_bytes
-        generation = GenerationConfig({}, ())
-        if config.generation_config == "auto":
-            generation = read_generation_config(model_dir)
         self.default_sampling_params = generation.sampling_params
         eos = self.tokenizer.eos_token_id
         self._inputs = InputProcessor(
@@ -103,17 +103,19 @@ class LLMEngine:
         try:
             return self._step()
         except BaseException:
-            self._requests.clear()
-            self._in_flight.clear()
-            self.scheduler = self._create_scheduler()  # half a step may have gone into the old one
+            self._reset()
             raise
 
     def close(self) -> None:
         """Drop all requests and release all memory."""
-        for request_id in list(self._requests):
-            self.abort(request_id)
-        self._in_flight.clear()
+        self._reset()
         self.executor.close()
+
+    def _reset(self) -> None:
+        """Drop all requests and steps; half a step may have gone into the scheduler, so make a new one."""
+        self._requests.clear()
+        self._in_flight.clear()
+        self.scheduler = self._create_scheduler()
 
     def _create_scheduler(self) -> Scheduler:
         return Scheduler(

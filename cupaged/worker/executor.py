@@ -1,5 +1,7 @@
 """Executor: what stands between the engine and its worker or workers; StepHandle: a step under way."""
 
+import ctypes
+import sys
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
@@ -59,3 +61,12 @@ class UniprocExecutor:
     def close(self) -> None:
         """Drop the worker, and with it weights, arena and KV cache."""
         self._worker = None
+        _return_free_memory()
+
+
+def _return_free_memory() -> None:
+    """Have glibc return what was freed to the system; it keeps weights smaller than its mmap threshold."""
+    if sys.platform == "linux":
+        libc = ctypes.CDLL(None)
+        if hasattr(libc, "malloc_trim"):
+            libc.malloc_trim(0)
