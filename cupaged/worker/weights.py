@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import ml_dtypes
 import numpy as np
 from numpy.typing import NDArray
+from safetensors import SafetensorError, safe_open
 
 from cupaged.models import Shard, Weight
 
@@ -83,20 +84,19 @@ def _read_header(path: Path) -> dict[str, Tensor]:
     """Return the tensors of one file: 8 bytes of header length, the header in JSON, the data."""
     if not path.is_file():
         raise ValueError(f"{path} is missing, though the index names it; fetch it again")
-    size = path.stat().st_size
+    try:
+        with safe_open(path, framework="numpy"):  # checks lengths, types, and that the data has no holes
+            pass
+    except SafetensorError as error:
+        raise ValueError(f"{path} is damaged or no safetensors file ({error}); fetch it again") from None
     with path.open("rb") as file:
         length = int.from_bytes(file.read(8), "little")
-        if 8 + length > size:
-            raise ValueError(f"{path} is cut short or not in safetensors format; fetch it again")
         header = _parse(file.read(length), path)
     header.pop("__metadata__", None)
-    tensors = {}
-    for name, entry in header.items():
-        begin, end = entry["data_offsets"]
-        if 8 + length + end > size:
-            raise ValueError(f"{path} ends before the data of {name}; fetch it again")
-        tensors[name] = Tensor(path, 8 + length + begin, entry["dtype"], tuple(entry["shape"]))
-    return tensors
+    return {
+        name: Tensor(path, 8 + length + entry["data_offsets"][0], entry["dtype"], tuple(entry["shape"]))
+        for name, entry in header.items()
+    }
 
 
 def _parse(text: bytes, path: Path) -> dict[str, Any]:

@@ -181,17 +181,12 @@ def test_tensors_are_mapped_not_read(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("content", "complaint"),
-    [
-        (b"PK\x03\x04\x14\x00\x00\x00\x00\x00", "cut short or not in safetensors format"),
-        (b"\x02\0\0\0\0\0\0\0[]", "is damaged"),
-        (b"\x03\0\0\0\0\0\0\0{,}", "is damaged"),
-    ],
+    "content", [b"PK\x03\x04\x14\x00\x00\x00\x00\x00", b"\x02\0\0\0\0\0\0\0[]", b"\x03\0\0\0\0\0\0\0{,}"]
 )
-def test_file_of_another_format_is_refused(tmp_path: Path, content: bytes, complaint: str) -> None:
+def test_file_of_another_format_is_refused(tmp_path: Path, content: bytes) -> None:
     (tmp_path / "model.safetensors").write_bytes(content)
 
-    with pytest.raises(ValueError, match=complaint):
+    with pytest.raises(ValueError, match=r"model\.safetensors is damaged or no safetensors file"):
         Checkpoint(tmp_path, TABLE)
 
 
@@ -199,7 +194,7 @@ def test_file_that_was_cut_short_is_refused(tmp_path: Path) -> None:
     file = write(tmp_path, make_tensors()) / "model.safetensors"
     file.write_bytes(file.read_bytes()[:-4])
 
-    with pytest.raises(ValueError, match="ends before the data of"):
+    with pytest.raises(ValueError, match=r"model\.safetensors is damaged"):
         Checkpoint(tmp_path, TABLE)
 
 
