@@ -71,10 +71,9 @@ class ParallelRunner:
         thread: with one piece each, a core that is busy elsewhere holds up all others.
         """
         with _lock:
-            threads = numba.get_num_threads()
-            chunk = (
-                numba.set_parallel_chunksize(max(1, num_items // (8 * self.num_threads))) if num_items else 0
-            )
+            threads, chunk = numba.get_num_threads(), 0
+            if num_items:
+                chunk = numba.set_parallel_chunksize(max(1, num_items // (8 * self.num_threads)))
             if threads != self.num_threads:
                 numba.set_num_threads(self.num_threads)
             try:

@@ -1,0 +1,110 @@
+"""The compiled cache: its key follows every source that matters, and the host's setting stays."""
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import numba
+import pytest
+
+from cupaged import jit
+from cupaged.jit import cache_dir, njit, source_files, specialize
+
+CALLER = """
+from cupaged.jit import njit
+from cupaged.callee import answer
+
+@njit
+def ask():
+    return answer()
+"""
+CALLEE = "from cupaged.jit import njit\n\n@njit\ndef answer():\n    return {}\n"
+
+
+@pytest.fixture
+def package(tmp_path: Path) -> Path:
+    """A package of the same name: our jit and what it imports, a caller and its callee."""
+    root = tmp_path / "src" / "cupaged"
+    root.mkdir(parents=True)
+    for name in ("jit", "paths", "threads"):
+        shutil.copy(jit.ROOT / f"{name}.py", root)
+    (root / "__init__.py").touch()
+    (root / "caller.py").write_text(CALLER)
+    (root / "callee.py").write_text(CALLEE.format(1))
+    return root
+
+
+def run(package: Path, code: str) -> str:
+    environment = os.environ | {"XDG_CACHE_HOME": str(package.parent.parent / "cache"), "PYTHONPATH": ""}
+    command = [sys.executable, "-c", f"import sys; sys.path.insert(0, {str(package.parent)!r}); {code}"]
+    result = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
+    assert result.returncode == 0, result.stderr
+    return result.stdout.strip()
+
+
+ASK = "from cupaged.caller import ask; print(ask(), sum(ask.stats.cache_hits.values()))"
+
+
+def test_edited_callee_changes_what_its_importer_returns(package: Path) -> None:
+    before = run(package, ASK)
+    (package / "callee.py").write_text(CALLEE.format(2))
+
+    assert (before, run(package, ASK)) == ("1 0", "2 0")
+
+
+def test_unchanged_sources_are_loaded_from_the_cache(package: Path) -> None:
+    run(package, ASK)
+
+    assert run(package, ASK) == "1 1"
+
+
+def test_edit_elsewhere_compiles_nothing_again(package: Path) -> None:
+    run(package, ASK)
+    (package / "stranger.py").write_text("x = 1\n")
+
+    assert run(package, ASK) == "1 1"
+
+
+def test_cache_folder_of_the_host_is_kept(package: Path) -> None:
+    code = "import numba; numba.config.CACHE_DIR = 'mine'; from cupaged.caller import ask; ask()"
+
+    assert run(package, f"{code}; print(numba.config.CACHE_DIR)") == "mine"
+
+
+def test_sources_of_a_module_are_all_it_imports_at_any_depth() -> None:
+    names = [path.name for path in source_files(jit.ROOT / "kernels" / "sample.py", jit.ROOT)]
+
+    assert {"sample.py", "bits.py", "philox.py", "tree.py", "jit.py", "threads.py", "paths.py"} <= set(names)
+    assert "linear.py" not in names
+
+
+def test_relative_import_would_escape_the_key_so_there_is_none() -> None:
+    for path in (
+        *jit.ROOT.rglob("*.py"),
+        *(jit.ROOT / "kernels").glob("*.py"),
+        *(jit.ROOT / "models").glob("*.py"),
+    ):
+        assert "\nfrom ." not in path.read_text(encoding="utf-8"), path
+
+
+def test_cache_lies_in_our_folder() -> None:
+    assert "cupaged" in Path(cache_dir(__file__)).parts
+
+
+def test_specialized_function_takes_contiguous_arrays_for_strided_ones_and_nothing_else() -> None:
+    import numpy as np
+
+    @njit
+    def first(x: object) -> object:
+        return x[0]  # type: ignore[index]
+
+    specialize(first, "f4(f4[:])")
+    specialize(first, "u2(u2[:])")
+
+    assert first(np.ones(3, np.float32)) == first(np.ones(6, np.float32)[::2]) == 1
+    assert first(np.ones(3, np.uint16)) == 1
+    if not numba.config.DISABLE_JIT:  # type: ignore[attr-defined]
+        with pytest.raises(TypeError, match="No matching definition"):
+            first(np.ones(3, np.float64))
