@@ -8,10 +8,13 @@ import json
 from collections.abc import Set
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
+
+from cupaged.sampling_params import as_plain
 
 DTypeName = Literal["auto", "float32", "bfloat16", "float16"]
 DeviceName = Literal["auto", "cpu", "cuda"]
+GenerationConfigName = Literal["auto", "none"]
 RopeType = Literal["default", "linear", "dynamic", "llama3", "yarn"]
 
 
@@ -173,37 +176,33 @@ class EngineConfig:
     kv_cache_memory: int | None = option(None, "bytes of KV cache; unset = what is left")
     seed: int = option(0, "seed of requests that bring none")
     num_threads: int | None = option(None, "CPU threads; unset = all cores")
-    generation_config: Literal["auto", "none"] = option(
+    generation_config: GenerationConfigName = option(
         "auto", "auto = defaults for sampling from generation_config.json"
     )
     chat_template: str | None = option(None, "file with a Jinja chat template")
 
     def __post_init__(self) -> None:
         """Validate every field; ValueError names field, value and limit."""
-        for name in (
-            "max_num_seqs",
-            "max_num_batched_tokens",
-            "max_model_len",
-            "kv_cache_memory",
-            "num_threads",
-        ):
+        for item in fields(self):
+            object.__setattr__(self, item.name, as_plain(getattr(self, item.name)))
+        for name, optional in _COUNTS.items():
             value = getattr(self, name)
-            optional = name in ("max_model_len", "kv_cache_memory", "num_threads")
             if value is None and optional:
                 continue
             if not isinstance(value, int) or isinstance(value, bool) or value < 1:
                 raise ValueError(f"{name} must be a whole number >= 1, got {value!r}")
-        if self.block_size not in BLOCK_SIZES:
+        if type(self.block_size) is not int or self.block_size not in BLOCK_SIZES:
             raise ValueError(f"block_size must be one of {BLOCK_SIZES}, got {self.block_size!r}")
-        if not 0 < self.gpu_memory_utilization <= 1:
-            raise ValueError(f"gpu_memory_utilization must be in (0, 1], got {self.gpu_memory_utilization!r}")
-        if not isinstance(self.seed, int) or isinstance(self.seed, bool):
+        share = self.gpu_memory_utilization
+        if type(share) not in (int, float) or not 0 < share <= 1:
+            raise ValueError(f"gpu_memory_utilization must be in (0, 1], got {share!r}")
+        if type(self.seed) is not int:
             raise ValueError(f"seed must be a whole number, got {self.seed!r}")
-        for name, allowed in (
-            ("dtype", ("auto", "float32", "bfloat16", "float16")),
-            ("device", ("auto", "cpu", "cuda")),
-            ("generation_config", ("auto", "none")),
-        ):
+        for name in ("model", "tokenizer", "chat_template"):
+            value = getattr(self, name)
+            if not isinstance(value, str) and (value is not None or name == "model"):
+                raise ValueError(f"{name} must be text, got {value!r}")
+        for name, allowed in _CHOICES.items():
             if getattr(self, name) not in allowed:
                 raise ValueError(f"{name} must be one of {allowed}, got {getattr(self, name)!r}")
 
@@ -219,8 +218,22 @@ class EngineConfig:
                 raise ValueError(
                     f"{name}={value!r} is not supported yet; leave it out or at {_NOT_YET[name][0]!r}"
                 )
-        return cls(model=str(model), **options)
+        paths = {name: str(value) for name, value in options.items() if isinstance(value, Path)}
+        return cls(model=str(model), **options | paths)
 
+
+_COUNTS = {  # and whether None stands for a default
+    "max_num_seqs": False,
+    "max_num_batched_tokens": False,
+    "max_model_len": True,
+    "kv_cache_memory": True,
+    "num_threads": True,
+}
+_CHOICES: dict[str, tuple[str, ...]] = {
+    "dtype": get_args(DTypeName),
+    "device": get_args(DeviceName),
+    "generation_config": get_args(GenerationConfigName),
+}
 
 _NOT_YET: dict[str, tuple[Any, ...]] = {
     "tensor_parallel_size": (1,),

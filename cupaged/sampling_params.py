@@ -60,7 +60,7 @@ class SamplingParams:
     def __post_init__(self) -> None:
         """Normalise numbers, stop, stop_token_ids and top_k, then validate every field."""
         for item in fields(self):
-            object.__setattr__(self, item.name, _plain(getattr(self, item.name)))
+            object.__setattr__(self, item.name, as_plain(getattr(self, item.name)))
         object.__setattr__(self, "stop", _as_tuple(self, "stop"))
         object.__setattr__(self, "stop_token_ids", _as_tuple(self, "stop_token_ids"))
         if self.top_k == -1:
@@ -97,7 +97,7 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
 }
 
 
-def _plain(value: Any) -> Any:
+def as_plain(value: Any) -> Any:
     """Return another library's scalar, such as NumPy's, as Python's own; all else as it is."""
     if value is None or isinstance(value, int) or type(value) in (float, str):
         return value
@@ -116,7 +116,7 @@ def _as_tuple(params: SamplingParams, name: str) -> tuple[Any, ...]:
         items = (value,) if isinstance(value, (str, bytes)) else tuple(value)
     except TypeError:
         raise ValueError(f"{name} must be {_LISTS[name]}, got {value!r}") from None
-    return tuple(map(_plain, items))
+    return tuple(map(as_plain, items))
 
 
 def _is_int(value: object) -> bool:

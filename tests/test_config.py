@@ -1,7 +1,9 @@
 """EngineConfig and HFConfig: validation with value and limit, and options of later versions."""
 
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from cupaged.config import EngineConfig, HFConfig, ModelConfig
@@ -12,6 +14,7 @@ from cupaged.config import EngineConfig, HFConfig, ModelConfig
     [
         ("block_size", 8),
         ("block_size", 17),
+        ("block_size", 16.0),
         ("max_num_seqs", 0),
         ("max_num_batched_tokens", 0),
         ("max_num_batched_tokens", 1.5),
@@ -20,15 +23,38 @@ from cupaged.config import EngineConfig, HFConfig, ModelConfig
         ("num_threads", 0),
         ("gpu_memory_utilization", 0.0),
         ("gpu_memory_utilization", 1.5),
+        ("gpu_memory_utilization", True),
+        ("gpu_memory_utilization", "half"),
+        ("max_model_len", True),
+        ("tokenizer", 5),
+        ("chat_template", {}),
         ("dtype", "int8"),
         ("device", "tpu"),
         ("seed", None),
+        ("seed", True),
+        ("seed", 1.0),
         ("generation_config", "vllm"),
     ],
 )
 def test_bad_option_is_refused_by_name(name: str, value: Any) -> None:
     with pytest.raises(ValueError, match=name):
         EngineConfig.create("model", **{name: value})
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "kept"),
+    [
+        ("max_model_len", np.int64(64), 64),
+        ("block_size", np.int32(32), 32),
+        ("gpu_memory_utilization", np.float32(0.5), 0.5),
+        ("tokenizer", Path("a") / "b", "a/b"),
+        ("chat_template", Path("file"), "file"),
+    ],
+)
+def test_numpys_numbers_and_paths_are_kept_as_pythons_own(name: str, value: Any, kept: Any) -> None:
+    found = getattr(EngineConfig.create("model", **{name: value}), name)
+
+    assert (found, type(found)) == (kept, type(kept))
 
 
 @pytest.mark.parametrize(
