@@ -87,8 +87,14 @@ def plan_cache(config: EngineConfig, model: ModelConfig, backend: Backend, weigh
         )
     per_block = block_bytes(model, config.block_size, backend.kv_dtype.itemsize)
     memory = config.kv_cache_memory
+    available = backend.available_memory()
+    if memory is not None and memory + weight_bytes > available:
+        raise ValueError(
+            f"kv_cache_memory is {memory} bytes but beside {weight_bytes} of weights only "
+            f"{max(0, available - weight_bytes)} are free; lower kv_cache_memory"
+        )
     if memory is None:
-        free = config.gpu_memory_utilization * backend.available_memory() - weight_bytes
+        free = config.gpu_memory_utilization * available - weight_bytes
         memory = min(DEFAULT_KV_CACHE_MEMORY, max(0, int(free / 2)))
         memory = min(memory, config.max_num_seqs * -(-wanted // config.block_size) * per_block)
     num_blocks = memory // per_block

@@ -81,6 +81,13 @@ def test_memory_for_no_block_at_all_is_refused(backend: CpuBackend) -> None:
         plan_cache(config(kv_cache_memory=1), MODEL, backend, 0)
 
 
+def test_cache_larger_than_the_free_memory_is_refused_with_both_numbers(backend: CpuBackend) -> None:
+    memory = backend.available_memory() * 2
+
+    with pytest.raises(ValueError, match=rf"kv_cache_memory is {memory} bytes .* 7 of weights only \d+ are"):
+        plan_cache(config(kv_cache_memory=memory), MODEL, backend, 7)
+
+
 def test_set_length_beyond_the_models_positions_is_refused(backend: CpuBackend) -> None:
     with pytest.raises(ValueError, match="max_model_len is 257 but the model's positions end at 256"):
         plan_cache(config(max_model_len=257), MODEL, backend, 0)
