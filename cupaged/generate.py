@@ -8,14 +8,15 @@ line gets {"error": ...} and harms no other.
 import argparse
 import json
 import sys
+from contextlib import ExitStack
 from dataclasses import fields
+from math import isfinite
 from pathlib import Path
 from typing import Any, TextIO
 
-from cupaged.config import EngineConfig
 from cupaged.flags import add_engine_flags, engine_config
 from cupaged.llm import LLM
-from cupaged.outputs import RequestOutput
+from cupaged.outputs import Logprobs, RequestOutput
 from cupaged.sampling_params import RequestOutputKind, SamplingParams
 
 _NUMBERS: dict[str, type] = {
@@ -46,29 +47,41 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     args = parser.parse_args(argv)
     if (args.prompt is None) == (args.input is None):
         parser.error("give a PROMPT or --input FILE, one of them")
+    if args.output is not None and args.input is None:
+        parser.error("--output goes with --input; a PROMPT's answer is streamed")
+    if args.chat and args.input is not None:
+        parser.error("--chat goes with a PROMPT; in --input, give a line 'messages'")
     return args
 
 
 def main(argv: list[str] | None = None) -> int:
     """Run the command; the exit code is 1 if any request was bad."""
     args = parse_args(argv)
-    try:
-        config = engine_config(args)
-        options = _sampling_options(args)
-        SamplingParams(**options)
-        llm = LLM(**{field.name: getattr(config, field.name) for field in fields(EngineConfig)})
-    except (ValueError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
-    with llm:
+    options = _sampling_options(args)
+    with ExitStack() as stack:
+        try:
+            SamplingParams(**options)
+            lines = None if args.input is None else _read_lines(args.input)
+            out: TextIO = sys.stdout
+            if args.output is not None:
+                out = stack.enter_context(args.output.open("w", encoding="utf-8"))
+            config = engine_config(args)
+            llm = stack.enter_context(LLM(**{f.name: getattr(config, f.name) for f in fields(config)}))
+        except (ValueError, OSError) as error:
+            print(f"error: {error}", file=sys.stderr)
+            return 1
         options = {**llm.engine.default_sampling_params, **options}
-        if args.input is None:
+        if lines is None:
             return _stream(llm, args.prompt, args.chat, options)
-        lines = args.input.read_text(encoding="utf-8").splitlines()
-        if args.output is None:
-            return run_lines(llm, lines, options, sys.stdout)
-        with args.output.open("w", encoding="utf-8") as out:
-            return run_lines(llm, lines, options, out)
+        return run_lines(llm, lines, options, out)
+
+
+def _read_lines(path: Path) -> list[str]:
+    try:
+        # Not splitlines(): JSON strings may hold U+2028 and the other ends of lines it knows.
+        return path.read_text(encoding="utf-8-sig").split("\n")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path} is not UTF-8: {error}") from error
 
 
 def run_lines(llm: LLM, lines: list[str], options: dict[str, Any], out: TextIO) -> int:
@@ -82,8 +95,10 @@ def run_lines(llm: LLM, lines: list[str], options: dict[str, Any], out: TextIO) 
             prompt, params = _parse_line(llm, line, options)
             llm.engine.make_request(f"check {number}", prompt, params)
             good.append((number, prompt, params))
-        except (ValueError, TypeError) as error:
-            results[number] = {"error": f"line {number + 1}: {error}"}
+        except (ValueError, TypeError, RecursionError) as error:
+            # A message may quote half a surrogate pair, which no file can hold.
+            text = str(error).encode(errors="backslashreplace").decode()
+            results[number] = {"error": f"line {number + 1}: {text}"}
     is_bad = bool(results)
     outputs = llm.generate([prompt for _, prompt, _ in good], [params for _, _, params in good])
     for (number, _, _), output in zip(good, outputs, strict=True):
@@ -114,13 +129,28 @@ def _chat_prompt(llm: LLM, messages: list[dict[str, Any]]) -> list[int]:
 
 def _as_json(output: RequestOutput) -> dict[str, Any]:
     completion = output.outputs[0]
-    return {
+    found: dict[str, Any] = {
         "text": completion.text,
         "token_ids": completion.token_ids,
         "finish_reason": completion.finish_reason,
         "stop_reason": completion.stop_reason,
         "num_prompt_tokens": len(output.prompt_token_ids),
     }
+    if completion.logprobs is not None:
+        found["logprobs"] = list(map(_logprobs_json, completion.logprobs))
+    if output.prompt_logprobs is not None:
+        found["prompt_logprobs"] = list(map(_logprobs_json, output.prompt_logprobs))
+    return found
+
+
+def _logprobs_json(entry: Logprobs | None) -> list[dict[str, Any]] | None:
+    """Return the tokens of one position, the one in the text first; JSON has no infinity."""
+    if entry is None:
+        return None
+    return [
+        {"token_id": i, **token._asdict(), "logprob": token.logprob if isfinite(token.logprob) else None}
+        for i, token in entry.items()
+    ]
 
 
 def _sampling_options(args: argparse.Namespace) -> dict[str, Any]:
@@ -142,9 +172,13 @@ def _stream(llm: LLM, prompt: str, chat: bool, options: dict[str, Any]) -> int:
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
-    while llm.engine.has_unfinished():
-        for output in llm.engine.step():
-            print(output.outputs[0].text, end="", flush=True)
+    try:
+        while llm.engine.has_unfinished():
+            for output in llm.engine.step():
+                print(output.outputs[0].text, end="", flush=True)
+    except KeyboardInterrupt:
+        print()
+        return 130
     print()
     return 0
 

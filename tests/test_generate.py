@@ -1,6 +1,7 @@
 """python -m cupaged.generate: a prompt, or a file of them; bad input harms nobody else."""
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -8,16 +9,15 @@ import pytest
 
 from cupaged.generate import main
 
-SHORT = ("--max-model-len", "64")
-
 
 def run_file(model: Path, tmp_path: Path, lines: list[Any], *flags: str) -> tuple[int, list[dict[str, Any]]]:
     source, target = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
-    source.write_text("\n".join(line if isinstance(line, str) else json.dumps(line) for line in lines))
+    text = "\n".join(line if isinstance(line, str) else json.dumps(line) for line in lines)
+    source.write_text(text, encoding="utf-8", newline="")
     code = main(
         [str(model), "--max-model-len", "64", "--input", str(source), "--output", str(target), *flags]
     )
-    return code, [json.loads(line) for line in target.read_text(encoding="utf-8").splitlines()]
+    return code, [json.loads(line) for line in target.read_text(encoding="utf-8").split("\n")[:-1]]
 
 
 def test_a_prompt_is_answered_on_stdout(tiny_llama_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -75,13 +75,81 @@ def test_a_bad_line_gets_an_error_and_harms_no_other(tiny_llama_dir: Path, tmp_p
         {"prompt": "hello", "prompt_token_ids": [1]},
         {"prompt": None},
         [1, 2],
+        '{"prompt": "\\ud800"}',
+        '{"messages": [{"role": "\\ud800", "content": []}]}',
+        "[" * 100_000,
+        {"prompt": "hello", "n": 2},
     ]
 
     code, answers = run_file(tiny_llama_dir, tmp_path, lines)
 
     assert code == 1
     assert [number for number, answer in enumerate(answers) if "error" not in answer] == [1]
-    assert all(f"line {number + 1}" in answers[number]["error"] for number in (0, *range(2, 10)))
+    assert all(f"line {number + 1}" in answers[number]["error"] for number in (0, *range(2, 14)))
+
+
+@pytest.mark.parametrize("separator", ["\u2028", "\x85", "\x0c", "\r"])
+def test_a_line_ends_at_a_newline_only(tiny_llama_dir: Path, tmp_path: Path, separator: str) -> None:
+    line = json.dumps({"prompt": f"a{separator}b", "max_tokens": 1}, ensure_ascii=False)
+
+    code, answers = run_file(tiny_llama_dir, tmp_path, [line, "", line + "\r"])
+
+    assert code == 0
+    assert len(answers) == 2
+
+
+def test_log_probabilities_are_written_where_asked_for(tiny_llama_dir: Path, tmp_path: Path) -> None:
+    line = {"prompt_token_ids": [5, 6], "max_tokens": 3, "ignore_eos": True, "temperature": 0}
+
+    _, (plain, asked) = run_file(
+        tiny_llama_dir, tmp_path, [line, {**line, "logprobs": 1, "prompt_logprobs": 0}]
+    )
+
+    assert "logprobs" not in plain
+    assert [entry[0]["token_id"] for entry in asked["logprobs"]] == asked["token_ids"] == plain["token_ids"]
+    assert asked["prompt_logprobs"][0] is None
+    assert asked["prompt_logprobs"][1][0].keys() == {"token_id", "logprob", "rank", "decoded_token"}
+
+
+def test_an_unknown_field_is_named(tiny_llama_dir: Path, tmp_path: Path) -> None:
+    _, (answer,) = run_file(tiny_llama_dir, tmp_path, [{"prompt": "a", "colour": "red"}])
+
+    assert "colour" in answer["error"]
+
+
+def test_the_models_own_sampling_is_the_default(tiny_llama_dir: Path, tmp_path: Path) -> None:
+    model = tmp_path / "model"
+    shutil.copytree(tiny_llama_dir, model)
+    (model / "generation_config.json").write_text('{"temperature": 0.0, "max_new_tokens": 3}')
+
+    _, answers = run_file(model, tmp_path, [{"prompt": "a"}, {"prompt": "a", "max_tokens": 2}] * 2)
+
+    assert [len(answer["token_ids"]) for answer in answers] == [3, 2, 3, 2]
+    assert answers[:2] == answers[2:]
+
+
+@pytest.mark.parametrize("content", [None, b"\xff"])
+def test_a_file_that_cannot_be_read_is_one_line_on_stderr(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], content: bytes | None
+) -> None:
+    source = tmp_path / "in.jsonl"
+    if content is not None:
+        source.write_bytes(content)
+
+    assert main(["/no/such/model", "--input", str(source)]) == 1
+    assert "in.jsonl" in capsys.readouterr().err
+
+
+def test_an_output_that_cannot_be_written_is_one_line_on_stderr(
+    tiny_llama_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source = tmp_path / "in.jsonl"
+    source.write_text("")
+
+    code = main([str(tiny_llama_dir), "--input", str(source), "--output", str(tmp_path / "no" / "out")])
+
+    assert code == 1
+    assert capsys.readouterr().err.startswith("error: ")
 
 
 def test_a_missing_model_is_one_line_on_stderr(capsys: pytest.CaptureFixture[str]) -> None:
@@ -97,8 +165,18 @@ def test_a_bad_option_is_one_line_on_stderr(
     assert capsys.readouterr().err.startswith("error: ")
 
 
-@pytest.mark.parametrize("argv", [["model"], ["model", "prompt", "--input", "file"]])
-def test_prompt_or_input_but_not_both(argv: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["model"], "one of them"),
+        (["model", "prompt", "--input", "file"], "one of them"),
+        (["model", "prompt", "--output", "file"], "--output goes with --input"),
+        (["model", "--chat", "--input", "file"], "--chat goes with a PROMPT"),
+    ],
+)
+def test_flags_that_do_not_go_together(
+    argv: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     with pytest.raises(SystemExit):
         main(argv)
-    assert "one of them" in capsys.readouterr().err
+    assert message in capsys.readouterr().err
