@@ -123,15 +123,16 @@ class LLM:
         if params is None:
             params = self.get_default_sampling_params()
         is_list = isinstance(params, Iterable) and not isinstance(params, Mapping)
-        each: list[Any] = list(cast(Any, params)) if is_list else [params] * num_prompts
-        for item in each:
+        given: list[Any] = list(cast(Any, params)) if is_list else [params]
+        for item in given:
             if not isinstance(item, SamplingParams):
                 raise ValueError(f"sampling_params must be SamplingParams, got {item!r}")
-        if len(each) != num_prompts:
+        if is_list and len(given) != num_prompts:
             raise ValueError(
-                f"there are {num_prompts} prompts but {len(each)} sampling_params; give one, or one each"
+                f"there are {num_prompts} prompts but {len(given)} sampling_params; give one, or one each"
             )
-        return [replace(p, output_kind=RequestOutputKind.FINAL_ONLY) for p in each]
+        final = [replace(item, output_kind=RequestOutputKind.FINAL_ONLY) for item in given]
+        return final if is_list else final * num_prompts
 
     def _make_requests(
         self, ids: list[str], prompts: list[Prompt], params: list[SamplingParams]

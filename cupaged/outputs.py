@@ -43,9 +43,9 @@ class RequestOutput:
     """The state of a request after a step."""
 
     request_id: str
-    prompt: str | None
-    prompt_token_ids: list[int]
-    prompt_logprobs: list[Logprobs | None] | None
+    prompt: str | None  # None if it came as token ids
+    prompt_token_ids: list[int]  # with output_kind DELTA, empty after the first output
+    prompt_logprobs: list[Logprobs | None] | None  # one a prompt token, None first; DELTA: first output only
     outputs: list[CompletionOutput] = field(default_factory=list)
     finished: bool = False
     metrics: RequestMetrics | None = None
