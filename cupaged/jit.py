@@ -6,9 +6,13 @@ any depth, Python's, Numba's and LLVM's version and the CPU.
 """
 
 import ast
+import contextlib
 import functools
 import hashlib
+import os
+import shutil
 import sys
+import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, TypeVar, overload
@@ -24,6 +28,7 @@ from cupaged.threads import launch_threads
 F = TypeVar("F", bound=Callable[..., Any])
 prange = numba.prange
 
+UNUSED_DAYS = 30  # after which a cache folder is removed
 ROOT = Path(__file__).parent  # of the package; models and kernels are links in it
 
 
@@ -66,9 +71,18 @@ def source_key(path: Path, root: Path = ROOT) -> str:
     return digest.hexdigest()[:16]
 
 
+@functools.cache
 def cache_dir(module: str) -> str:
-    """Return the cache folder of the module at the path `module`."""
-    return str(user_cache_dir() / "numba" / source_key(Path(module)))
+    """Return the cache folder of the module at the path `module`; remove those long unused."""
+    folder = user_cache_dir() / "numba" / source_key(Path(module))
+    new = not folder.exists()
+    with contextlib.suppress(OSError):  # a read-only home compiles in memory, as Numba does there
+        folder.mkdir(parents=True, exist_ok=True)
+        os.utime(folder)
+        for other in folder.parent.iterdir() if new else ():
+            if time.time() - other.stat().st_mtime > UNUSED_DAYS * 86400:
+                shutil.rmtree(other, ignore_errors=True)
+    return str(folder)
 
 
 @overload

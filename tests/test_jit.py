@@ -4,6 +4,7 @@ import os
 import shutil
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import numba
@@ -71,6 +72,27 @@ def test_cache_folder_of_the_host_is_kept(package: Path) -> None:
     code = "import numba; numba.config.CACHE_DIR = 'mine'; from cupaged.caller import ask; ask()"
 
     assert run(package, f"{code}; print(numba.config.CACHE_DIR)") == "mine"
+
+
+def test_folders_long_unused_are_removed_when_a_new_one_is_made(package: Path) -> None:
+    run(package, ASK)
+    numba_dir = package.parent.parent / "cache" / "cupaged" / "numba"
+    used = set(numba_dir.iterdir())
+    for name, days in (("old", 31), ("recent", 29)):
+        (numba_dir / name).mkdir()
+        os.utime(numba_dir / name, (time.time() - days * 86400,) * 2)
+
+    (package / "callee.py").write_text(CALLEE.format(2))
+    run(package, ASK)
+
+    assert not (numba_dir / "old").exists()
+    assert (used | {numba_dir / "recent"}) <= set(numba_dir.iterdir())
+
+
+def test_home_that_cannot_be_written_still_compiles(package: Path) -> None:
+    (package.parent.parent / "cache").touch()  # a file where the folder would be
+
+    assert run(package, "from cupaged.caller import ask; print(ask())") == "1"
 
 
 def test_sources_of_a_module_are_all_it_imports_at_any_depth() -> None:

@@ -106,6 +106,10 @@ def test_top_p_counts_what_top_k_left() -> None:
     assert kept(LOGITS, top_k=2, top_p=0.58) == [0, 2]
 
 
+def test_top_p_counts_among_equals_only_those_that_top_k_left() -> None:
+    assert kept([0.0, 0.0, 0.0, 0.0], top_k=2, top_p=0.4) == [0]
+
+
 def test_min_p_is_relative_to_the_most_likely() -> None:
     assert kept(LOGITS, min_p=0.49) == [0, 2, 4]
     assert kept(LOGITS, min_p=0.51) == [0, 2]
