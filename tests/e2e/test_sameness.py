@@ -1,4 +1,4 @@
-"""The same request gives the same tokens alone, batched, in chunks and preempted: bit for bit."""
+"""The same request gives the same tokens and log-probabilities alone, batched, in chunks and preempted."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -7,12 +7,13 @@ import numpy as np
 import pytest
 
 from cupaged import LLM, SamplingParams
+from cupaged.outputs import CompletionOutput, Logprobs
 
 NUM_REQUESTS = 32
 MAX_MODEL_LEN = 128
 
 Case = tuple[list[int], SamplingParams]
-Result = tuple[list[int], str, list[float]]
+Result = tuple[CompletionOutput, list[Logprobs | None] | None]  # every second one has prompt_logprobs
 
 
 def cases(temperature: float) -> list[Case]:
@@ -28,22 +29,17 @@ def cases(temperature: float) -> list[Case]:
             max_tokens=int(rng.integers(1, 40)),
             ignore_eos=True,
             logprobs=1,
+            prompt_logprobs=2 if i % 2 else None,
         )
         made.append((prompt, params))
     return made
 
 
 def generate(llm: LLM, requests: list[Case]) -> list[Result]:
-    """Return token ids, text and log-probabilities of each request, sent together."""
+    """Return what the user sees of each request, sent together."""
     prompts, params = zip(*requests, strict=True)
     outputs = llm.generate(list(prompts), list(params), use_tqdm=False)
-    results = []
-    for output in outputs:
-        completion = output.outputs[0]
-        assert completion.logprobs is not None
-        pairs = zip(completion.logprobs, completion.token_ids, strict=True)
-        results.append((completion.token_ids, completion.text, [entry[i].logprob for entry, i in pairs]))
-    return results
+    return [(output.outputs[0], output.prompt_logprobs) for output in outputs]
 
 
 @pytest.fixture(scope="module", params=["float32", "bfloat16"])
@@ -68,7 +64,7 @@ def test_batched_together(
 ) -> None:
     with LLM(tiny_llama_dir, dtype=dtype, max_model_len=MAX_MODEL_LEN) as llm:
         assert generate(llm, requests) == alone
-        assert llm.engine.num_steps < sum(len(tokens) for tokens, _, _ in alone)
+        assert llm.engine.num_steps < sum(len(completion.token_ids) for completion, _ in alone)
 
 
 def test_prefilled_in_chunks_of_seven_tokens(
