@@ -44,7 +44,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
         parser.add_argument(flag, type=kind, metavar=kind.__name__.upper(), help=f"SamplingParams.{name}")
     parser.add_argument("--stop", action="append", metavar="TEXT", help="text that ends it; repeatable")
     parser.add_argument("--ignore-eos", action="store_true", help="go on to max_tokens")
-    args = parser.parse_args(argv)
+    args = parser.parse_intermixed_args(argv)  # the prompt may stand behind flags
     if (args.prompt is None) == (args.input is None):
         parser.error("give a PROMPT or --input FILE, one of them")
     if args.output is not None and args.input is None:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from cupaged.generate import main
+from cupaged.generate import main, parse_args
 
 
 def run_file(model: Path, tmp_path: Path, lines: list[Any], *flags: str) -> tuple[int, list[dict[str, Any]]]:
@@ -180,3 +180,9 @@ def test_flags_that_do_not_go_together(
     with pytest.raises(SystemExit):
         main(argv)
     assert message in capsys.readouterr().err
+
+
+def test_flags_may_stand_between_model_and_prompt() -> None:
+    args = parse_args(["model", "--max-tokens", "3", "a prompt", "--chat"])
+
+    assert (args.model, args.prompt, args.max_tokens, args.chat) == ("model", "a prompt", 3, True)
