@@ -1,13 +1,21 @@
 """The same request gives the same tokens and log-probabilities alone, batched, in chunks and preempted."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import pytest
 
 from cupaged import LLM, SamplingParams
+from cupaged.batch import Batch, StepOutput
+from cupaged.config import EngineConfig
+from cupaged.engine.llm_engine import LLMEngine
 from cupaged.outputs import CompletionOutput, Logprobs
+from cupaged.sampling_params import RequestOutputKind
+from cupaged.worker.executor import UniprocExecutor
 
 NUM_REQUESTS = 32
 MAX_MODEL_LEN = 128
@@ -72,6 +80,61 @@ def test_prefilled_in_chunks_of_seven_tokens(
 ) -> None:
     with LLM(tiny_llama_dir, dtype=dtype, max_model_len=MAX_MODEL_LEN, max_num_batched_tokens=7) as llm:
         assert generate(llm, requests) == alone
+
+
+class LateStep(NamedTuple):
+    """A step that runs when its result is asked for."""
+
+    run: Callable[[], StepOutput]
+
+    def result(self) -> StepOutput:
+        return self.run()
+
+
+class LateExecutor(UniprocExecutor):
+    """Two steps in flight: the second takes its input from a token that only the worker knows."""
+
+    max_in_flight = 2
+
+    def submit(self, batch: Batch) -> LateStep:
+        assert self._worker is not None
+        return LateStep(partial(self._worker.execute, batch))
+
+
+@pytest.mark.parametrize("aborts", [False, True])
+@pytest.mark.parametrize("num_blocks", [None, MAX_MODEL_LEN // 16 + 2], ids=["roomy", "preempted"])
+def test_two_steps_in_flight(
+    tiny_llama_dir: Path,
+    dtype: str,
+    requests: list[Case],
+    alone: list[Result],
+    num_blocks: int | None,
+    aborts: bool,
+) -> None:
+    with LLM(tiny_llama_dir, dtype=dtype, max_model_len=MAX_MODEL_LEN) as probe:
+        memory = None if num_blocks is None else probe.engine.kv_block_bytes * num_blocks
+    config = EngineConfig.create(
+        tiny_llama_dir, dtype=dtype, max_model_len=MAX_MODEL_LEN, kv_cache_memory=memory
+    )
+    engine = LLMEngine(config, create_executor=LateExecutor)
+    for i, (prompt, params) in enumerate(requests):
+        final = replace(params, output_kind=RequestOutputKind.FINAL_ONLY)
+        engine.add_request(str(i), prompt, final)
+        if aborts:
+            engine.add_request(f"gone {i}", prompt, final)
+
+    results: dict[str, Result] = {}
+    while engine.has_unfinished():
+        if aborts:
+            engine.abort(f"gone {engine.num_steps // 2}")
+        for output in engine.step():
+            results[output.request_id] = output.outputs[0], output.prompt_logprobs
+        engine.scheduler.check_invariants()
+
+    assert [results[str(i)] for i in range(NUM_REQUESTS)] == alone
+    assert (engine.scheduler.num_preemptions > 0) == (num_blocks is not None)
+    assert engine.scheduler.num_used_blocks == 0
+    engine.close()
 
 
 @pytest.mark.parametrize("block_size", [16, 32])
