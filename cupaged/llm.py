@@ -1,6 +1,6 @@
 """LLM: the offline front door. Prompts in, finished outputs out, in order."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from itertools import chain
 from numbers import Number
@@ -166,22 +166,26 @@ class LLM:
 
 def _as_prompts(prompts: Prompt | Iterable[Prompt]) -> list[Prompt]:
     """Return a list of prompts; numbers, which are token ids, are one prompt."""
-    try:
-        each: list[Any] = [prompts] if isinstance(prompts, (str, bytes, Mapping)) else list(prompts)
-    except TypeError:
-        raise ValueError(f"prompts must be a prompt or a list of them, got {prompts!r}") from None
+    if isinstance(prompts, (str, bytes, Mapping)):
+        return [cast(Any, prompts)]
+    each: list[Any] = list(_iterate("prompts", "a prompt or a list of them", prompts))
     return [each] if any(isinstance(item, Number) for item in each) else each
 
 
 def _as_conversations(messages: Iterable[Message] | Iterable[Iterable[Message]]) -> list[list[Message]]:
-    try:
-        each: list[Any] = list(messages)
-        if each and isinstance(each[0], Mapping):
-            each = [each]
-        conversations = [list(conversation) for conversation in each]
-    except TypeError:
-        raise ValueError(f"messages must be a list of messages, or of such lists, got {messages!r}") from None
+    wanted = "a list of messages, or of such lists"
+    each: list[Any] = list(_iterate("messages", wanted, messages))
+    if each and isinstance(each[0], Mapping):
+        each = [each]
+    conversations = [list(_iterate("messages", wanted, conversation)) for conversation in each]
     for message in chain.from_iterable(conversations):
         if not isinstance(message, Mapping):
             raise ValueError(f"a message is a dict with 'role' and 'content', got {message!r}")
     return conversations
+
+
+def _iterate(name: str, wanted: str, values: Any) -> Iterator[Any]:
+    try:
+        return iter(values)
+    except TypeError:
+        raise ValueError(f"{name} must be {wanted}, got {values!r}") from None
