@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 from cupaged.backend.arena import Arena
 from cupaged.backend.base import Array, KVCacheView, LogprobArrays, Part
+from cupaged.backend.host_memory import available_memory
 from cupaged.batch import Batch
 from cupaged.config import ModelConfig
 from cupaged.jit import specialize
@@ -51,15 +52,8 @@ class CpuBackend:
         self._parallel = ParallelRunner(num_threads)
 
     def available_memory(self) -> int:
-        """Return the bytes that the machine can still give."""
-        try:
-            with open("/proc/meminfo", encoding="ascii") as lines:
-                for line in lines:
-                    if line.startswith("MemAvailable:"):
-                        return int(line.split()[1]) * 1024
-        except FileNotFoundError:
-            pass
-        return 4 << 30  # unknown system: a size that any machine for this work has
+        """Return the bytes that machine and container can still give."""
+        return available_memory()
 
     def create_pool(self, num_blocks: int, block_size: int, config: ModelConfig) -> Array:
         """Return a KV cache pool; its contents are undefined."""
