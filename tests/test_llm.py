@@ -204,6 +204,17 @@ def test_logprobs_are_ranked_and_contain_the_token(llm: LLM) -> None:
     assert output.cumulative_logprob == pytest.approx(total)
 
 
+@pytest.mark.parametrize("budget", [1, 5])
+def test_the_smallest_budgets_have_room_for_log_probabilities(tiny_llama_dir: Path, budget: int) -> None:
+    params = SamplingParams(max_tokens=3, ignore_eos=True, logprobs=20, prompt_logprobs=20)
+
+    with LLM(tiny_llama_dir, max_model_len=32, max_num_batched_tokens=budget) as small:
+        output = small.generate([[5] * 12] * 4, params, use_tqdm=False)[0]
+
+    entries = [*(output.prompt_logprobs or ()), *(output.outputs[0].logprobs or ())]
+    assert [entry is None or len(entry) >= 20 for entry in entries] == [True] * (12 + 3)
+
+
 def test_chat_uses_the_template_and_encodes_no_second_bos(llm: LLM) -> None:
     messages = [{"role": "user", "content": "hello"}]
     text = llm.get_tokenizer().render_chat(messages)

@@ -137,6 +137,6 @@ def largest_batches(config: EngineConfig) -> list[Batch]:
         counts = arrays.counts
         counts[[Count.NUM_TOKENS, Count.NUM_SEQS, Count.NUM_DECODES]] = tokens, num_seqs, num_decodes
         counts[[Count.NUM_LOGITS, Count.TABLE_WIDTH]] = tokens, 1
-        arrays.num_logprobs[:] = MAX_LOGPROBS
+        arrays.num_logprobs[:] = arrays.num_prompt_logprobs[:] = MAX_LOGPROBS
         batches.append(Batch(buffer, bucket, np.zeros(num_seqs, np.int64), arrays=arrays))
     return batches
