@@ -12,6 +12,7 @@ from typing import Any
 
 SAMPLING_EPS = 1e-5  # a temperature below this is greedy, as in vLLM
 MAX_LOGPROBS = 20
+MAX_STOPS = 1024  # stop strings, or stop token ids, of one request: all others wait while they are searched
 
 
 class RequestOutputKind(IntEnum):
@@ -166,6 +167,10 @@ def _validate(params: SamplingParams) -> None:
 
 
 def _validate_stops(params: SamplingParams) -> None:
+    for name in _LISTS:
+        count = len(getattr(params, name))
+        if count > MAX_STOPS:
+            raise ValueError(f"{name} has {count} entries, at most {MAX_STOPS} are allowed; give fewer")
     for text in params.stop or ():
         _check(isinstance(text, str) and text != "", "stop", text, _LISTS["stop"])
     name = "stop_token_ids"

@@ -140,6 +140,13 @@ def test_top_p_below_any_float32_is_kept_above_zero(top_p: float) -> None:
     assert np.float32(SamplingParams(top_p=top_p).top_p) > 0
 
 
+@pytest.mark.parametrize(("name", "entry"), [("stop", "a"), ("stop_token_ids", 7)])
+def test_more_stops_than_a_step_can_bear_are_refused(name: str, entry: Any) -> None:
+    assert len(getattr(SamplingParams(**{name: [entry] * 1024}), name)) == 1024
+    with pytest.raises(ValueError, match=f"{name} has 1025 entries, at most 1024"):
+        SamplingParams(**{name: [entry] * 1025})
+
+
 def test_unknown_field_is_refused_by_name() -> None:
     with pytest.raises(TypeError, match="colour"):
         SamplingParams(colour="red")  # type: ignore[call-arg]
