@@ -142,9 +142,12 @@ def test_top_p_below_any_float32_is_kept_above_zero(top_p: float) -> None:
 
 @pytest.mark.parametrize(("name", "entry"), [("stop", "a"), ("stop_token_ids", 7)])
 def test_more_stops_than_a_step_can_bear_are_refused(name: str, entry: Any) -> None:
-    assert len(getattr(SamplingParams(**{name: [entry] * 1024}), name)) == 1024
+    enough: dict[str, Any] = {name: [entry] * 1024}
+    too_many: dict[str, Any] = {name: [entry] * 1025}
+
+    assert len(getattr(SamplingParams(**enough), name)) == 1024
     with pytest.raises(ValueError, match=f"{name} has 1025 entries, at most 1024"):
-        SamplingParams(**{name: [entry] * 1025})
+        SamplingParams(**too_many)
 
 
 def test_unknown_field_is_refused_by_name() -> None:
