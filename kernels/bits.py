@@ -79,8 +79,8 @@ def _store(like: Any, x: Any) -> Any:
 
 @njit
 def exp(x: Any) -> Any:
-    """Return e**x in float32 for x <= 0, within 2 ulp; 0 below -87."""
-    y = max(x, np.float32(-87.0))
+    """Return e**x in float32 for x <= 0, within 2 ulp; 0 below -87, NaN of NaN."""
+    y = x if x > np.float32(-87.0) else np.float32(-87.0)
     n = np.int32(y * np.float32(1.44269504) - np.float32(0.5))  # truncation rounds to nearest, as y <= 0
     k = np.float32(n)
     r = (y - k * np.float32(0.693359375)) + k * np.float32(2.12194440e-4)
@@ -92,4 +92,5 @@ def exp(x: Any) -> Any:
     p = p * r + np.float32(5.0000001201e-1)
     p = (p * r * r + r) + np.float32(1.0)
     power = float_from_bits(np.int32((n + np.int32(127)) << np.int32(23)))
-    return np.float32(0.0) if x < np.float32(-87.0) else p * power
+    inside = p * power if x == x else x
+    return np.float32(0.0) if x < np.float32(-87.0) else inside

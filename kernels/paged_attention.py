@@ -204,12 +204,7 @@ def paged_attention_cpu(
     out: Any,  # float32[num_tokens, num_heads, head_dim]
 ) -> None:
     """Attend from every query of the step to the cached keys up to its own; a decode is one query."""
-    num_layers, num_kv_heads, block_size, head_dim = (
-        pool.shape[1],
-        pool.shape[3],
-        pool.shape[4],
-        pool.shape[5],
-    )
+    _, num_layers, _, num_kv_heads, block_size, head_dim = pool.shape
     head_size = block_size * head_dim
     flat = pool.reshape(-1)
     group = q.shape[1] // num_kv_heads

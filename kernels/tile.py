@@ -154,7 +154,10 @@ def _overload_vector(c: Any, a: Any, b: Any, at: Any, rows: Any, depth: Any) -> 
 
 @njit
 def multiply_rows(c: Any, a: Any, b: Any, at: Places, rows: int, columns: int, depth: int) -> None:
-    """Do C[rows, columns] += A[rows, depth] @ B[depth, columns] on flat arrays."""
+    """Do C[rows, columns] += A[rows, depth] @ B[depth, columns] on flat arrays.
+
+    Columns past the last whole vector multiply, then add: another chain, but every row's.
+    """
     for i in range(0, rows, ROWS):
         few = min(ROWS, rows - i)
         j = 0

@@ -140,6 +140,16 @@ def test_measuring_computes_nothing() -> None:
     assert (layer.token_ids == -1).all()
 
 
+def test_number_of_threads_changes_no_bit() -> None:
+    results = []
+    for num_threads in (1, 2):
+        backend = CpuBackend("float32", num_threads)
+        backend.create_arena(1 << 24)
+        results.append(TinyLayer(backend).run(create_batch([1, 200, 33])))
+
+    assert np.array_equal(*results)
+
+
 def test_sampled_tokens_and_logprobs_come_out_of_a_whole_pass() -> None:
     layer = TinyLayer(create())
 

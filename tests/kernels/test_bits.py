@@ -45,6 +45,14 @@ def test_exp_of_zero_is_one_and_of_minus_infinity_is_zero() -> None:
     assert out.tolist() == [1, 0, 0, 0]
 
 
+def test_exp_of_nan_is_nan() -> None:
+    out = np.zeros(33, np.float32)
+
+    exp_all(np.full(33, np.nan, np.float32), out)
+
+    assert np.isnan(out).all()
+
+
 def test_store_rounds_to_bfloat16_as_ml_dtypes_does() -> None:
     bits = np.random.default_rng(0).integers(0, 2**32, 100_000, np.uint32)
     ties = (np.arange(2000, dtype=np.uint32) << 16) | 0x8000

@@ -73,6 +73,16 @@ def test_value_after_the_query_cannot_spoil_it() -> None:
     assert_close(case.prefill()[:39], expected[:39])
 
 
+def test_broken_key_shows_in_every_query_that_sees_it_and_in_no_other() -> None:
+    case = PagedCase((40,), 2, 1, 16, sliding_window=8)
+    case.k[0][20] = np.nan
+    case.place(np.random.default_rng(1))
+
+    broken = np.isnan(case.prefill()).all((1, 2))
+
+    assert np.flatnonzero(broken).tolist() == list(range(20, 28))
+
+
 @pytest.mark.parametrize("kv_dtype", KV_DTYPES)
 @pytest.mark.parametrize(
     ("num_heads", "num_kv_heads", "head_dim"), [(2, 2, 64), (9, 3, 80), (4, 1, 96), (8, 1, 128), (3, 1, 10)]
