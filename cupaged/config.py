@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-from cupaged.sampling_params import as_plain
+from cupaged.sampling_params import as_plain, is_neutral
 
 DTypeName = Literal["auto", "float32", "bfloat16", "float16"]
 DeviceName = Literal["auto", "cpu", "cuda"]
@@ -203,8 +203,9 @@ class EngineConfig:
             if not isinstance(value, str) and (value is not None or name == "model"):
                 raise ValueError(f"{name} must be text, got {value!r}")
         for name, allowed in _CHOICES.items():
-            if getattr(self, name) not in allowed:
-                raise ValueError(f"{name} must be one of {allowed}, got {getattr(self, name)!r}")
+            value = getattr(self, name)
+            if not isinstance(value, str) or value not in allowed:
+                raise ValueError(f"{name} must be one of {allowed}, got {value!r}")
 
     @classmethod
     def create(cls, model: str | Path, **options: Any) -> "EngineConfig":
@@ -213,8 +214,8 @@ class EngineConfig:
         for name in [name for name in options if name not in known]:
             if name not in _NOT_YET:
                 raise TypeError(f"unknown engine option {name!r}; there are {sorted(known)}")
-            value = options.pop(name)
-            if value not in _NOT_YET[name]:
+            value = as_plain(options.pop(name))
+            if not is_neutral(value, _NOT_YET[name]):
                 raise ValueError(
                     f"{name}={value!r} is not supported yet; leave it out or at {_NOT_YET[name][0]!r}"
                 )
@@ -240,7 +241,7 @@ _NOT_YET: dict[str, tuple[Any, ...]] = {
     "pipeline_parallel_size": (1,),
     "quantization": (None,),
     "kv_cache_dtype": ("auto",),
-    "swap_space": (0, None),
+    "swap_space": (0.0, None),
     "enable_prefix_caching": (False, None),
     "enable_chunked_prefill": (True, None),
     "enforce_eager": (False, True),  # there are no graphs to turn off yet

@@ -123,7 +123,9 @@ class LLM:
         if params is None:
             params = self.get_default_sampling_params()
         is_list = isinstance(params, Iterable) and not isinstance(params, Mapping)
-        given: list[Any] = list(cast(Any, params)) if is_list else [params]
+        given: list[Any] = [params]
+        if is_list:
+            given = list(_iterate("sampling_params", "SamplingParams or a list of them", params))
         for item in given:
             if not isinstance(item, SamplingParams):
                 raise ValueError(f"sampling_params must be SamplingParams, got {item!r}")

@@ -64,7 +64,7 @@ class SamplingParams:
             object.__setattr__(self, item.name, as_plain(getattr(self, item.name)))
         object.__setattr__(self, "stop", _as_tuple(self, "stop"))
         object.__setattr__(self, "stop_token_ids", _as_tuple(self, "stop_token_ids"))
-        if self.top_k == -1:
+        if _is_int(self.top_k) and self.top_k == -1:
             object.__setattr__(self, "top_k", 0)
         _validate(self)
         for name in ("temperature", "top_p", "min_p"):
@@ -124,7 +124,8 @@ def _is_int(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
 
 
-def _is_neutral(value: object, neutral: tuple[Any, ...]) -> bool:
+def is_neutral(value: object, neutral: tuple[Any, ...]) -> bool:
+    """Return whether value is one of those that ask for nothing; True is not 1, and 0 is 0.0."""
     if _is_int(value):
         return any(type(n) in (int, float) and value == n for n in neutral)
     return any(type(value) is type(n) and value == n for n in neutral)
@@ -143,7 +144,7 @@ def _check_number(params: SamplingParams, name: str, limit: str, low: float, hig
 def _validate(params: SamplingParams) -> None:
     for name, neutral in _NEUTRAL.items():
         value = getattr(params, name)
-        if not _is_neutral(value, neutral):
+        if not is_neutral(value, neutral):
             raise ValueError(f"{name}={value!r} is not supported yet; leave it at {neutral[0]!r}")
     _check_number(params, "temperature", "a finite float32 >= 0 (0 is greedy)", 0, _LARGEST)
     _check_number(params, "top_p", "in (0, 1]", 5e-324, 1)

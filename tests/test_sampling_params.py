@@ -48,6 +48,7 @@ def test_greedy_below_the_sampling_epsilon(temperature: float, greedy: bool) -> 
         ("top_p", 1.1),
         ("top_k", -2),
         ("top_k", 1.5),
+        ("top_k", np.array([1, 2])),
         ("min_p", -0.1),
         ("min_p", 1.5),
         ("seed", 2**64),
