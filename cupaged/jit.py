@@ -12,6 +12,7 @@ import hashlib
 import os
 import shutil
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -28,6 +29,7 @@ from cupaged.threads import launch_threads
 F = TypeVar("F", bound=Callable[..., Any])
 prange = numba.prange
 
+_specializing = threading.Lock()  # two engines may start at once
 UNUSED_DAYS = 30  # after which a cache folder is removed
 ROOT = Path(__file__).parent  # of the package; models and kernels are links in it
 
@@ -120,6 +122,7 @@ def specialize(function: Callable[..., Any], signature: str) -> None:
     is contiguous), and nothing is compiled while requests are served.
     """
     if isinstance(function, Dispatcher):  # else the compiler is off
-        function.disable_compile(False)
-        function.compile(signature)
-        function.disable_compile()
+        with _specializing:
+            function.disable_compile(False)
+            function.compile(signature)
+            function.disable_compile()
