@@ -222,6 +222,7 @@ def test_chat_uses_the_template_and_encodes_no_second_bos(llm: LLM) -> None:
     output = llm.chat(messages, GREEDY, use_tqdm=False)[0]
 
     assert output.prompt_token_ids == llm.get_tokenizer().encode(text, add_special_tokens=False)
+    assert output.prompt == text
 
 
 def test_closed_llm_says_so(tiny_llama_dir: Path) -> None:

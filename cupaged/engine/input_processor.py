@@ -18,13 +18,8 @@ from cupaged.outputs import RequestMetrics
 from cupaged.sampling_params import SamplingParams
 from cupaged.sequence import Sequence
 
-Prompt = str | list[int] | dict[str, Any]  # text, token ids, {"prompt": ...} or {"prompt_token_ids": ...}
-
-_WANTED = {
-    "": "a prompt is text or a list of token ids",
-    "prompt": "'prompt' is text",
-    "prompt_token_ids": "'prompt_token_ids' is a list of token ids",
-}
+# Text, token ids, {"prompt": text} or {"prompt_token_ids": ids}; of both, the ids count, the text is shown.
+Prompt = str | list[int] | dict[str, Any]
 
 
 class InputProcessor:
@@ -104,22 +99,23 @@ class InputProcessor:
         )
 
     def _tokenise(self, prompt: Prompt) -> tuple[str | None, list[int]]:
-        """Return the prompt's text, if it is one, and its token ids."""
-        kind, source = "", prompt
-        if isinstance(prompt, Mapping):
-            given = {key: value for key, value in prompt.items() if value is not None}
-            if len(given) != 1 or not given.keys() <= _WANTED.keys():
-                raise ValueError(
-                    "a prompt dict needs one of 'prompt' and 'prompt_token_ids' and nothing else, got "
-                    f"{sorted(map(str, given))}"
-                )
-            ((kind, source),) = given.items()
-        if isinstance(source, str) and kind != "prompt_token_ids":
-            return source, self._tokenizer.encode(source)
-        is_array = isinstance(source, np.ndarray) and source.ndim == 1
-        if (is_array or isinstance(source, (list, tuple, range))) and kind != "prompt":
-            return None, [_as_id(token_id) for token_id in source]
-        raise ValueError(f"{_WANTED[kind]}, got {type(source).__name__}")
+        """Return the prompt's text, if there is one, and its token ids."""
+        if isinstance(prompt, str):
+            return prompt, self._tokenizer.encode(prompt)
+        if not isinstance(prompt, Mapping):
+            return None, _as_ids(prompt, "a prompt is text or a list of token ids")
+        given = {key: value for key, value in prompt.items() if value is not None}
+        if not given or not given.keys() <= {"prompt", "prompt_token_ids"}:
+            raise ValueError(
+                "a prompt dict needs 'prompt' or 'prompt_token_ids' and nothing else, got "
+                f"{sorted(map(str, given))}"
+            )
+        text = given.get("prompt")
+        if not isinstance(text, (str, type(None))):
+            raise ValueError(f"'prompt' is text, got {type(text).__name__}")
+        if "prompt_token_ids" in given:
+            return text, _as_ids(given["prompt_token_ids"], "'prompt_token_ids' is a list of token ids")
+        return self._tokenise(given["prompt"])
 
     def _check_prompt(self, token_ids: list[int]) -> None:
         if not token_ids:
@@ -136,6 +132,13 @@ class InputProcessor:
         for token_id in token_ids:
             if not 0 <= token_id < limit:
                 raise ValueError(f"{name} contains {token_id}, but the model's ids are 0..{limit - 1}")
+
+
+def _as_ids(source: Any, wanted: str) -> list[int]:
+    is_array = isinstance(source, np.ndarray) and source.ndim == 1
+    if not is_array and not isinstance(source, (list, tuple, range)):
+        raise ValueError(f"{wanted}, got {type(source).__name__}")
+    return [_as_id(token_id) for token_id in source]
 
 
 def _as_id(value: Any) -> int:

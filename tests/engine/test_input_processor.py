@@ -68,12 +68,18 @@ def test_every_kind_of_prompt_becomes_the_same_ids(inputs: InputProcessor, promp
         ({"prompt": [1, 2]}, "'prompt' is text, got list"),
         ({"prompt_token_ids": "abc"}, "'prompt_token_ids' is a list of token ids, got str"),
         ({"prompt": "abc", "multi_modal_data": {}}, "nothing else, got .*multi_modal_data"),
-        ({"prompt": None}, r"needs one of .*, got \[\]"),
+        ({"prompt": None}, r"needs 'prompt' or .*, got \[\]"),
     ],
 )
 def test_any_other_prompt_is_refused(inputs: InputProcessor, prompt: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         inputs.make_request("r", prompt, SamplingParams())
+
+
+def test_text_beside_token_ids_is_shown_and_not_encoded(inputs: InputProcessor) -> None:
+    request = inputs.make_request("r", {"prompt": "xyz", "prompt_token_ids": [1, 2]}, SamplingParams())
+
+    assert (request.prompt, request.prompt_token_ids) == ("xyz", [1, 2])
 
 
 def test_prompt_of_all_but_one_token_leaves_room_for_one(inputs: InputProcessor) -> None:
