@@ -65,7 +65,7 @@ class Request:
         text = self.tokenizer.token_text
         own = token_ids[0]
         entry: Logprobs = {own: Logprob(logprobs[0], rank, text(own))}
-        for n in range(1, 1 + num_top):
+        for n in range(1, min(1 + num_top, len(token_ids))):  # a tiny vocabulary has fewer
             if token_ids[n] != own:
                 entry[token_ids[n]] = Logprob(logprobs[n], n, text(token_ids[n]))
         if is_prompt:

@@ -34,9 +34,10 @@ class Sampler:
             rows = backend.gather_rows(hidden, batch.logit_index[first : first + LOGITS_CHUNK])
             logits = self._model.logits(rows)
             backend.sample(logits, batch, first, token_ids)
-            if num_top >= 0:
-                arrays = backend.logprobs(logits, batch, first, token_ids, num_top)
-                chunks.append(LogprobArrays(*(backend.to_host(array) for array in arrays)))
+            keep = wanted[first : first + LOGITS_CHUNK] >= 0
+            if keep.any():
+                arrays = backend.logprobs(logits, batch, first, token_ids, min(num_top, logits.shape[1]))
+                chunks.append(LogprobArrays(*(backend.to_host(array)[keep] for array in arrays)))
         backend.store_last_tokens(batch, token_ids, self.last_token)
         return StepOutput(
             token_ids=backend.to_host(token_ids).reshape(-1, 1),
@@ -58,7 +59,7 @@ def _collect(chunks: list[LogprobArrays], wanted: NDArray[np.int32], host: Batch
     return TokenLogprobs(
         seq=host.logit_seq[keep],
         is_prompt=host.logit_target[keep] >= 0,
-        token_ids=np.concatenate([c.token_ids for c in chunks])[keep],
-        logprobs=np.concatenate([c.logprobs for c in chunks])[keep],
-        ranks=np.concatenate([c.ranks for c in chunks])[keep],
+        token_ids=np.concatenate([chunk.token_ids for chunk in chunks]),
+        logprobs=np.concatenate([chunk.logprobs for chunk in chunks]),
+        ranks=np.concatenate([chunk.ranks for chunk in chunks]),
     )

@@ -127,3 +127,27 @@ def test_log_probabilities_of_many_chunks_stay_in_order() -> None:
     assert logprobs.seq.tolist() == list(range(num_seqs))
     assert logprobs.token_ids[:, 0].tolist() == hidden.argmax(1).tolist()
     assert (logprobs.logprobs[:, 0] == logprobs.logprobs[:, 1]).all()  # greedy: the token is the top one
+
+
+def test_more_top_tokens_than_the_vocabulary_has_are_all_of_it() -> None:
+    sampler, _ = make_sampler(1)
+    batch = make_batch(1)
+    batch.num_logprobs[:] = VOCAB_SIZE + 5
+
+    logprobs = sampler.sample(random_logits(1), batch, batch).logprobs
+
+    assert logprobs is not None
+    assert sorted(logprobs.token_ids[0, 1:].tolist()) == list(range(VOCAB_SIZE))
+
+
+def test_chunks_in_which_nobody_asked_are_left_out() -> None:
+    num_seqs = 2 * LOGITS_CHUNK
+    sampler, _ = make_sampler(num_seqs)
+    hidden, batch = random_logits(num_seqs), make_batch(num_seqs)
+    batch.num_logprobs[LOGITS_CHUNK + 3] = 0
+
+    logprobs = sampler.sample(hidden, batch, batch).logprobs
+
+    assert logprobs is not None
+    assert logprobs.seq.tolist() == [LOGITS_CHUNK + 3]
+    assert logprobs.token_ids[:, 0].tolist() == [int(hidden[LOGITS_CHUNK + 3].argmax())]
