@@ -1,6 +1,7 @@
 """Command-line flags made from EngineConfig's fields, for every program that builds an engine."""
 
 import argparse
+import sys
 from dataclasses import MISSING, fields
 from types import UnionType
 from typing import Any, Literal, get_args, get_origin, get_type_hints
@@ -31,6 +32,12 @@ def add_engine_flags(parser: argparse.ArgumentParser) -> None:
 def engine_config(args: argparse.Namespace) -> EngineConfig:
     """Build the EngineConfig from parsed flags; ValueError as from EngineConfig itself."""
     return EngineConfig(**{field.name: getattr(args, field.name) for field in fields(EngineConfig)})
+
+
+def say_loading(config: EngineConfig) -> None:
+    """Give a sign of life where a human watches: an empty cache of kernels takes a while to fill."""
+    if sys.stderr.isatty():
+        print(f"Loading {config.model}; the first time also compiles, for 30 s ...", file=sys.stderr)
 
 
 def _kind(hint: Any) -> tuple[type, tuple[str, ...] | None]:

