@@ -7,6 +7,7 @@ line gets {"error": ...} and harms no other.
 
 import argparse
 import json
+import signal
 import sys
 from contextlib import ExitStack
 from dataclasses import fields
@@ -57,16 +58,8 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run the command; the exit code is 1 if any request was bad, 130 after Ctrl-C."""
+    """Run the command; the exit code is 1 if any request was bad."""
     args = parse_args(argv)
-    try:
-        return _run(args)
-    except KeyboardInterrupt:
-        print(file=sys.stderr)
-        return 130
-
-
-def _run(args: argparse.Namespace) -> int:
     options = _sampling_options(args)
     with ExitStack() as stack:
         try:
@@ -191,4 +184,6 @@ def _stream(llm: LLM, prompt: str, chat: bool, options: dict[str, Any]) -> int:
 
 
 if __name__ == "__main__":
+    # Ends at once. KeyboardInterrupt would be lost if it came inside one of the compiler's callbacks.
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
     sys.exit(main())

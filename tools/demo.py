@@ -9,6 +9,7 @@ the user's cache folder. Ends with a line of figures; tokens/s counts from the f
 import argparse
 import hashlib
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -141,7 +142,10 @@ def main() -> int:
         params = SamplingParams(
             temperature=0, max_tokens=arguments.max_tokens, output_kind=RequestOutputKind.DELTA
         )
-        engine = load(arguments.model or str(demo_model()))
+        model = arguments.model or str(demo_model())
+        # KeyboardInterrupt would be lost if it came inside one of the compiler's callbacks.
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+        engine = load(model)
         figures = answer(engine, arguments.prompt, params)
         engine.close()
     except (OSError, ValueError) as error:
