@@ -79,7 +79,14 @@ class _Server(uvicorn.Server):
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         draining = asyncio.ensure_future(self._engine.shutdown(self._shutdown_timeout))
-        await super().shutdown(sockets)
+        closing = asyncio.ensure_future(super().shutdown(sockets))
+        while not closing.done() and not self.force_exit:
+            await asyncio.wait([closing], timeout=0.1)
         if self.force_exit:
+            # From Python 3.12 on, uvicorn then still waits for the connections, so their streams must end.
             await self._engine.shutdown(0)
+            await asyncio.wait([closing], timeout=1)
+            closing.cancel()
+        else:
+            await closing
         await draining

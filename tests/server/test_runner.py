@@ -52,7 +52,7 @@ def until(condition: Callable[[], bool]) -> None:
 def listens(url: str) -> bool:
     try:
         httpx.get(f"{url}/version")
-    except httpx.ConnectError:
+    except (httpx.ConnectError, httpx.RemoteProtocolError):  # the latter: connected, but never accepted
         return False
     return True
 
