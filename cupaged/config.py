@@ -191,6 +191,8 @@ class EngineConfig:
                 continue
             if not isinstance(value, int) or isinstance(value, bool) or value < 1:
                 raise ValueError(f"{name} must be a whole number >= 1, got {value!r}")
+        if self.max_model_len == 1:
+            raise ValueError("max_model_len must be >= 2, a token of prompt and one of output, got 1")
         if type(self.block_size) is not int or self.block_size not in BLOCK_SIZES:
             raise ValueError(f"block_size must be one of {BLOCK_SIZES}, got {self.block_size!r}")
         share = self.gpu_memory_utilization

@@ -19,6 +19,7 @@ from cupaged.config import EngineConfig, HFConfig, ModelConfig
         ("max_num_batched_tokens", 0),
         ("max_num_batched_tokens", 1.5),
         ("max_model_len", 0),
+        ("max_model_len", 1),
         ("kv_cache_memory", -1),
         ("num_threads", 0),
         ("gpu_memory_utilization", 0.0),

@@ -59,6 +59,7 @@ class LLMEngine:
             seed=config.seed,
         )
         self.scheduler = self._create_scheduler()
+        self.scheduler.warm_up()
         self.num_steps = 0
         self.peak_kv_blocks = 0
         self._requests: dict[str, Request] = {}

@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cupaged.batch import Batch, StepOutput
+from cupaged.sampling_params import SamplingParams
 from cupaged.scheduler.block_manager import BlockManager
 from cupaged.scheduler.pack import BatchBuffer, bucket_for, measure, pack_batch
 from cupaged.scheduler.plan import StepRows, advance, apply_output, compact, plan_running, release
@@ -151,6 +152,23 @@ class Scheduler:
             release(self._rows, self.block_manager.blocks, seq.row)
             compact(self._rows)
         self._forget(seq, reason)
+
+    def warm_up(self) -> None:
+        """Plan, pack and take back one made-up step, so that no request waits for the compiler.
+
+        Only for a scheduler that has had no sequence yet; it is as new afterwards.
+        """
+        seq = Sequence(
+            request_id="warm-up",
+            prompt_token_ids=np.zeros(1, np.int32),
+            params=SamplingParams(),
+            max_total_tokens=2,
+            stop_token_ids=(),
+        )
+        self.add(seq)
+        batch = self.schedule()
+        assert batch is not None, "nothing else runs"
+        self.update(batch, StepOutput(np.zeros((1, 1), np.int32), np.ones(1, np.int32)))
 
     def _forget(self, seq: Sequence, reason: FinishReason) -> None:
         """Drop a sequence whose row, if it has one, is released."""

@@ -90,6 +90,8 @@ def chat_prompt(body: ChatBody, tokenizer: Tokenizer) -> list[int]:
     for i, message in enumerate(body.messages):
         if message.tool_calls:
             raise BodyError("tool_calls is not supported yet; leave it out", f"messages[{i}].tool_calls")
+        if message.content is None and message.role != "assistant":
+            raise BodyError(f"a message of role {message.role} needs content", f"messages[{i}].content")
     text = tokenizer.render_chat(
         [message.for_template() for message in body.messages],
         add_generation_prompt=body.add_generation_prompt is not False,

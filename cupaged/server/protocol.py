@@ -91,7 +91,7 @@ class Message(msgspec.Struct, kw_only=True):
     tool_calls: list[Any] | None = None
 
     def for_template(self) -> dict[str, Any]:
-        """Return the message as chat templates read it; no content is an empty text."""
+        """Return the message as chat templates read it; an assistant's may have no content."""
         role = "system" if self.role == "developer" else self.role
         message = {"role": role, "content": msgspec.to_builtins(self.content or "")}
         return message if self.name is None else {**message, "name": self.name}
@@ -167,6 +167,8 @@ def parse_body(raw: bytes, kind: type[Body]) -> Body:
     """Parse a request's JSON; BodyError names the field that is wrong."""
     try:
         values = msgspec.json.decode(raw, type=dict[str, Any])
+    except msgspec.ValidationError:
+        raise BodyError("the body must be a JSON object", None) from None
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise BodyError(f"the body is not valid JSON: {error}", None) from None
     neutral = _NEUTRAL_CHAT if kind is ChatBody else _NEUTRAL_COMPLETION

@@ -253,3 +253,13 @@ def test_waiting_and_running_add_up_to_unfinished() -> None:
 
     assert (harness.scheduler.num_running, harness.scheduler.num_waiting) == (2, 3)
     assert harness.scheduler.has_unfinished()
+
+
+def test_warm_up_leaves_a_new_scheduler_as_it_was() -> None:
+    scheduler = make_scheduler()
+
+    scheduler.warm_up()
+
+    scheduler.check_invariants()
+    assert not scheduler.has_unfinished()
+    assert (scheduler.num_used_blocks, scheduler.num_cached_tokens) == (0, 0)

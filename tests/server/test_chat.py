@@ -80,6 +80,15 @@ def test_logprobs_without_top_logprobs_have_no_alternatives(client: Client) -> N
     assert [token["top_logprobs"] for token in content] == [[], []]
 
 
+def test_only_an_assistant_may_have_said_nothing(client: Client) -> None:
+    error = client.chat([{"role": "user", "content": "hi"}, {"role": "user"}]).json()["error"]
+
+    assert error["message"].startswith("a message of role user needs content")
+    assert error["param"] == "messages[1].content"
+    silent = [{"role": "user", "content": "hi"}, {"role": "assistant"}, {"role": "user", "content": "hi"}]
+    assert client.chat(silent).status_code == 200
+
+
 def test_the_role_comes_with_the_first_text_and_only_there(client: Client) -> None:
     chunks = client.stream("/v1/chat/completions", messages=[{"role": "user", "content": "hi"}], max_tokens=3)
 
