@@ -44,7 +44,8 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--output", type=Path, metavar="FILE", help="JSON lines to write (default: stdout)")
     for name, kind in _NUMBERS.items():
         flag = "--" + name.replace("_", "-")
-        parser.add_argument(flag, type=kind, metavar=kind.__name__.upper(), help=f"SamplingParams.{name}")
+        text = f"see SamplingParams (default: the model's, else {getattr(SamplingParams(), name)})"
+        parser.add_argument(flag, type=kind, metavar=kind.__name__.upper(), help=text)
     parser.add_argument("--stop", action="append", metavar="TEXT", help="text that ends it; repeatable")
     parser.add_argument("--ignore-eos", action="store_true", help="go on to max_tokens")
     args = parser.parse_intermixed_args(argv)  # the prompt may stand behind flags
