@@ -52,7 +52,7 @@ def until(condition: Callable[[], bool]) -> None:
 def listens(url: str) -> bool:
     try:
         httpx.get(f"{url}/version")
-    except (httpx.ConnectError, httpx.RemoteProtocolError):  # the latter: connected, but never accepted
+    except (httpx.NetworkError, httpx.RemoteProtocolError):  # not only refused: connected, but never accepted
         return False
     return True
 
@@ -232,7 +232,7 @@ def test_a_second_interrupt_ends_at_once(scripted_dir: Path) -> None:
         body = {"prompt": "abc", "max_tokens": 250, "ignore_eos": True, "stream": True}
         text = ""
         with (
-            suppress(httpx.RemoteProtocolError),
+            suppress(httpx.NetworkError, httpx.RemoteProtocolError),
             httpx.stream("POST", f"{url}/v1/completions", json=body) as reply,
         ):
             for line in reply.iter_lines():
