@@ -25,6 +25,10 @@ class Format(Protocol):
 
     id: str
 
+    @property
+    def generates(self) -> bool:
+        """Return whether there is more to show than the prompt."""
+
     def whole(self, outputs: list[RequestOutput], usage: Usage) -> Struct:
         """Return the answer to a request that is not streamed."""
 
@@ -38,7 +42,7 @@ class Format(Protocol):
 async def answer(engine: AsyncEngine, requests: Sequence[Request], form: Format) -> Struct:
     """Return the answer once every request has finished, in the order of the requests."""
     finished: dict[str, RequestOutput] = {}
-    async with aclosing(engine.stream(requests)) as outputs:
+    async with aclosing(_outputs(engine, requests, form)) as outputs:
         async for output in outputs:
             finished[output.request_id] = output
     ordered = [finished[request.request_id] for request in requests]
@@ -75,7 +79,7 @@ async def _chunks(
     held: dict[int, RequestOutput] = {}
     usage = Usage()
     running_usage = usage if options.continuous_usage_stats else UNSET
-    async with aclosing(engine.stream(requests)) as outputs:
+    async with aclosing(_outputs(engine, requests, form)) as outputs:
         async for output in outputs:
             index = index_of[output.request_id]
             usage.add(len(output.prompt_token_ids), len(output.outputs[0].token_ids))
@@ -88,6 +92,22 @@ async def _chunks(
             begun.add(index)
     if options.include_usage:
         yield form.usage_chunk(usage)
+
+
+async def _outputs(
+    engine: AsyncEngine, requests: Sequence[Request], form: Format
+) -> AsyncGenerator[RequestOutput, None]:
+    """Yield the engine's outputs, without the one token it must generate where none is wanted."""
+    async with aclosing(engine.stream(requests)) as outputs:
+        async for output in outputs:
+            yield output if form.generates else _without_answer(output)
+
+
+def _without_answer(output: RequestOutput) -> RequestOutput:
+    part = output.outputs[0]
+    logprobs = None if part.logprobs is None else part.logprobs[:0]
+    empty = replace(part, text="", token_ids=[], logprobs=logprobs, finish_reason="length", stop_reason=None)
+    return replace(output, outputs=[empty])
 
 
 def _join(held: RequestOutput, new: RequestOutput) -> RequestOutput:

@@ -111,6 +111,11 @@ class ChatFormat:
     model: str
     tokenizer: Tokenizer
 
+    @property
+    def generates(self) -> bool:
+        """Return True: a chat is there to be answered."""
+        return True
+
     def whole(self, outputs: list[RequestOutput], usage: Usage) -> ChatCompletion:
         """Return the answer to a request that is not streamed."""
         choices = [

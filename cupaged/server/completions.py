@@ -5,6 +5,7 @@ from typing import Any
 
 import msgspec
 
+from cupaged.engine.detokenizer import Detokenizer
 from cupaged.engine.tokenizer import Tokenizer
 from cupaged.outputs import Logprobs, RequestOutput
 from cupaged.server.protocol import CompletionBody
@@ -42,6 +43,22 @@ class Completion(msgspec.Struct, kw_only=True):
     usage: Usage | msgspec.UnsetType = msgspec.UNSET
 
 
+@dataclass
+class _Ruler:
+    """Tells where in a text its tokens begin; one inside a character begins where the character does."""
+
+    detokenizer: Detokenizer
+    position: int = 0  # characters so far
+
+    def measure(self, token_ids: list[int]) -> list[int]:
+        begins = []
+        for token_id in token_ids:
+            begins.append(self.position)
+            self.detokenizer.append([token_id])
+            self.position += len(self.detokenizer.take_delta())
+        return begins
+
+
 @dataclass(kw_only=True)
 class CompletionFormat:
     """Turns the outputs of one request to /v1/completions into its answers."""
@@ -51,7 +68,12 @@ class CompletionFormat:
     created: int
     model: str
     tokenizer: Tokenizer
-    offsets: dict[int, int] = field(default_factory=dict)  # by choice: characters of its tokens so far
+    rulers: dict[int, "_Ruler"] = field(default_factory=dict)  # by choice, over what is generated
+
+    @property
+    def generates(self) -> bool:
+        """Return whether there is more to show than the prompt."""
+        return self.body.generates
 
     def whole(self, outputs: list[RequestOutput], usage: Usage) -> Completion:
         """Return the answer to a request that is not streamed."""
@@ -81,7 +103,9 @@ class CompletionFormat:
         entries: list[Logprobs | None] = list(part.logprobs or ())
         if echo and self.body.logprobs is not None:
             ids, entries = output.prompt_token_ids + ids, [*(output.prompt_logprobs or ()), *entries]
-        logprobs = self._logprobs(index, ids, entries) if self.body.logprobs is not None else None
+        logprobs = None
+        if self.body.logprobs is not None:
+            logprobs = self._logprobs(ids, entries, self._offsets(index, output, echo=echo))
         return CompletionChoice(
             index=index,
             text=self._prompt_text(output) + part.text if echo else part.text,
@@ -95,18 +119,37 @@ class CompletionFormat:
             return output.prompt
         return self.tokenizer.decode(output.prompt_token_ids, skip_special_tokens=False)
 
-    def _logprobs(self, index: int, ids: list[int], entries: list[Logprobs | None]) -> CompletionLogprobs:
-        """Return the four lists for tokens `ids`, going on where the last chunk of choice `index` ended."""
-        offset = self.offsets.get(index, 0)
-        result = CompletionLogprobs(tokens=[], token_logprobs=[], top_logprobs=[], text_offset=[])
+    def _offsets(self, index: int, output: RequestOutput, *, echo: bool) -> list[int]:
+        """Return where each token begins, going on where the last chunk of choice `index` ended."""
+        prompt_ids, begins = output.prompt_token_ids, list[int]()
+        if index not in self.rulers:
+            skips = self.body.skip_special_tokens is not False
+            detokenizer = Detokenizer(self.tokenizer, prompt_ids, skip_special_tokens=skips)
+            self.rulers[index] = _Ruler(detokenizer)
+            if echo:
+                begins = self._prompt_offsets(output)
+                self.rulers[index].position = len(self._prompt_text(output))
+        return begins + self.rulers[index].measure(output.outputs[0].token_ids)
+
+    def _prompt_offsets(self, output: RequestOutput) -> list[int]:
+        ids, text = output.prompt_token_ids, self._prompt_text(output)
+        # The BOS that the tokenizer adds is no part of the text that the user wrote.
+        is_added = ids[0] == self.tokenizer.bos_token_id and not text.startswith(
+            self.tokenizer.token_text(ids[0])
+        )
+        ruler = _Ruler(Detokenizer(self.tokenizer, (), skip_special_tokens=False))
+        return [0] * is_added + ruler.measure(ids[is_added:])
+
+    def _logprobs(
+        self, ids: list[int], entries: list[Logprobs | None], offsets: list[int]
+    ) -> CompletionLogprobs:
+        """Return the four lists for tokens `ids`."""
+        result = CompletionLogprobs(tokens=[], token_logprobs=[], top_logprobs=[], text_offset=offsets)
         for token_id, entry in zip(ids, entries, strict=True):
             text = self.tokenizer.token_text(token_id) if entry is None else entry[token_id].decoded_token
             result.tokens.append(text)
-            result.text_offset.append(offset)
             result.token_logprobs.append(None if entry is None else finite(entry[token_id].logprob))
             result.top_logprobs.append(None if entry is None else self._top(token_id, entry))
-            offset += len(text)
-        self.offsets[index] = offset
         return result
 
     def _top(self, token_id: int, entry: Logprobs) -> dict[str, float]:

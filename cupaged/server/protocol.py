@@ -74,6 +74,11 @@ class CompletionBody(SamplingBody, kw_only=True):
     echo: bool | None = None
     logprobs: int | None = None
 
+    @property
+    def generates(self) -> bool:
+        """Return False for echo with max_tokens 0, which wants the prompt alone, perhaps scored."""
+        return not (self.echo and self.max_tokens == 0)
+
 
 class ContentPart(msgspec.Struct, kw_only=True):
     """A part of a message's content: text, until a later version reads more."""
@@ -187,6 +192,8 @@ def completion_params(body: CompletionBody, defaults: dict[str, Any]) -> Samplin
     options: dict[str, Any] = {"logprobs": body.logprobs}
     if body.echo and body.logprobs is not None:
         options["prompt_logprobs"] = max(body.logprobs, body.prompt_logprobs or 0)
+    if not body.generates:
+        options["max_tokens"] = 1  # the engine's least; the answer leaves it out
     return _params(body, defaults, options)
 
 

@@ -1,13 +1,19 @@
 """What answers to /v1/completions look like, whole and streamed."""
 
-import pytest
+from itertools import pairwise
+from pathlib import Path
 
+import pytest
+from msgspec import UNSET
+
+from cupaged.engine.tokenizer import REPLACEMENT, Tokenizer
 from cupaged.outputs import CompletionOutput, Logprob, RequestOutput
 from cupaged.server.completions import CompletionFormat
 from cupaged.server.protocol import CompletionBody
 from cupaged.server.replies import Usage
 from tests.engine.conftest import ALPHABET, MakeEngine
 from tests.engine.scripted import continuation
+from tests.engine.tiny_tokenizers import KINDS, write_directory
 from tests.server.conftest import Client, MakeClient, text_after
 
 
@@ -107,6 +113,20 @@ def test_echo_with_logprobs_scores_every_token_but_the_first(client: Client) -> 
     }
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_echo_with_max_tokens_0_scores_the_prompt_alone(client: Client, stream: bool) -> None:
+    body = {"prompt": "abc", "echo": True, "logprobs": 0, "max_tokens": 0}
+    if stream:
+        reply, end = client.stream("/v1/completions", **body, stream_options={"include_usage": True})
+    else:
+        reply = end = client.complete(**body).json()
+
+    (choice,) = reply["choices"]
+    assert (choice["text"], choice["finish_reason"]) == ("abc", "length")
+    assert choice["logprobs"]["token_logprobs"] == [None, -2 / 8, -3 / 8]
+    assert end["usage"] == {"prompt_tokens": 3, "completion_tokens": 0, "total_tokens": 3}
+
+
 def test_prompt_logprobs_are_by_token_id_and_null_first(client: Client) -> None:
     choice = client.complete("ab", prompt_logprobs=0).json()["choices"][0]
 
@@ -142,6 +162,48 @@ def form(make_engine: MakeEngine) -> CompletionFormat:
         model="tiny",
         tokenizer=make_engine().tokenizer,
     )
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("adds_bos", [False, True])
+@pytest.mark.parametrize("cuts", [(), (1, 2, 5)])
+def test_offsets_are_those_of_the_text(
+    tmp_path: Path, kind: str, adds_bos: bool, cuts: tuple[int, ...]
+) -> None:
+    tokenizer = Tokenizer.from_directory(write_directory(tmp_path, KINDS[kind](), add_bos_token=adds_bos))
+    prompt, answer = "Paris 🙂 ж", " and 🙃 Rome"
+    ids = tokenizer.encode(prompt)
+    whole = tokenizer.encode(prompt + answer)[len(ids) :]
+    form = CompletionFormat(
+        body=CompletionBody(prompt=prompt, echo=True, logprobs=0),
+        id="1",
+        created=0,
+        model="",
+        tokenizer=tokenizer,
+    )
+
+    offsets = []
+    for begin, end in pairwise((0, *cuts, len(whole))):
+        part = CompletionOutput(0, "", whole[begin:end], logprobs=entries(whole[begin:end]))
+        shown = ids if begin == 0 else []
+        output = RequestOutput("1", prompt, shown, [None, *entries(ids[1:])] if shown else None, [part])
+        (choice,) = form.chunk(0, output, is_first=begin == 0, usage=UNSET).choices
+        assert choice.logprobs is not None
+        offsets += choice.logprobs.text_offset
+
+    text = prompt + answer
+    for token_id, begin in zip(ids + whole, offsets, strict=True):
+        piece = tokenizer.token_text(token_id)
+        if REPLACEMENT not in piece and token_id != tokenizer.bos_token_id:
+            assert text.startswith(piece.lstrip() if begin == 0 else piece, begin)
+    inside = [
+        begin for begin, i in zip(offsets, ids + whole, strict=True) if REPLACEMENT in tokenizer.token_text(i)
+    ]
+    assert {text[begin] for begin in inside} == {"🙂", "ж", "🙃"}
+
+
+def entries(token_ids: list[int]) -> list[dict[int, Logprob]]:
+    return [{token_id: Logprob(-1.0, 1, "")} for token_id in token_ids]
 
 
 def output_with(entry: dict[int, Logprob], token_id: int) -> RequestOutput:
