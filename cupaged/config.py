@@ -166,14 +166,21 @@ class EngineConfig:
 
     model: str = field(metadata={"help": "directory of a Hugging Face checkpoint, or org/name (extra hub)"})
     tokenizer: str | None = option(None, "directory of the tokenizer; unset = the model's")
-    dtype: DTypeName = option("auto", "arithmetic and KV cache; auto = the checkpoint's")
+    dtype: DTypeName = option(
+        "auto",
+        "of the KV cache (float16 is kept as float32), the CPU computes in float32; auto = the checkpoint's",
+    )
     device: DeviceName = option("auto", "auto = cuda if there is one, else cpu")
     max_model_len: int | None = option(None, "tokens of prompt + output; unset = what fits")
     block_size: int = option(16, f"tokens per KV block, one of {BLOCK_SIZES}")
     max_num_seqs: int = option(256, "sequences running at once")
     max_num_batched_tokens: int = option(2048, "token budget of one step")
-    gpu_memory_utilization: float = option(0.9, "share of the device's memory to use")
-    kv_cache_memory: int | None = option(None, "bytes of KV cache; unset = what is left")
+    gpu_memory_utilization: float = option(
+        0.9, "share of the free memory, host's or GPU's, for weights and KV cache"
+    )
+    kv_cache_memory: int | None = option(
+        None, "bytes of KV cache; unset = half of the memory free beside the weights, at most 4 GiB"
+    )
     seed: int = option(0, "seed of requests that bring none")
     num_threads: int | None = option(None, "CPU threads; unset = all cores")
     generation_config: GenerationConfigName = option(

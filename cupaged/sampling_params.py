@@ -34,7 +34,7 @@ class SamplingParams:
     seed: int | None = None  # any 64-bit integer; None = drawn from the engine's seed
     stop: str | Sequence[str] | None = None  # texts that end the output; kept as a tuple
     stop_token_ids: Sequence[int] | None = None  # kept as a tuple
-    max_tokens: int | None = 16  # None = up to max_model_len
+    max_tokens: int | None = 16  # None, or more than fit = up to max_model_len
     min_tokens: int = 0  # no EOS and no stop token before this many
     ignore_eos: bool = False
     logprobs: int | None = None  # top-n of each generated token, 0..MAX_LOGPROBS

@@ -1,5 +1,6 @@
 """LLM: the offline front door over a tiny real model."""
 
+import json
 import os
 import subprocess
 import sys
@@ -7,6 +8,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
+from shutil import copytree
 from typing import Any
 
 import numpy as np
@@ -215,14 +217,19 @@ def test_the_smallest_budgets_have_room_for_log_probabilities(tiny_llama_dir: Pa
     assert [entry is None or len(entry) >= 20 for entry in entries] == [True] * (12 + 3)
 
 
-def test_chat_uses_the_template_and_encodes_no_second_bos(llm: LLM) -> None:
-    messages = [{"role": "user", "content": "hello"}]
-    text = llm.get_tokenizer().render_chat(messages)
+def test_chat_uses_the_template_and_encodes_no_second_bos(tiny_llama_dir: Path, tmp_path: Path) -> None:
+    model = copytree(tiny_llama_dir, tmp_path / "model")
+    config = json.loads((model / "tokenizer_config.json").read_text())
+    config |= {"add_bos_token": True, "chat_template": "{{ bos_token }}{{ messages[0].content }}"}
+    (model / "tokenizer_config.json").write_text(json.dumps(config))
 
-    output = llm.chat(messages, GREEDY, use_tqdm=False)[0]
+    with LLM(model, max_model_len=64) as llm:
+        chat = llm.chat([{"role": "user", "content": "hello"}], GREEDY, use_tqdm=False)[0]
+        plain = llm.generate("hello", GREEDY, use_tqdm=False)[0]
 
-    assert output.prompt_token_ids == llm.get_tokenizer().encode(text, add_special_tokens=False)
-    assert output.prompt == text
+    assert chat.prompt == "<s>hello"
+    assert chat.prompt_token_ids == plain.prompt_token_ids
+    assert chat.prompt_token_ids.count(1) == 1
 
 
 def test_closed_llm_says_so(tiny_llama_dir: Path) -> None:

@@ -1,15 +1,20 @@
 """LLMEngine over a scripted model: what goes in, what comes out, how requests end, what is refused."""
 
+import json
+from dataclasses import replace
+from pathlib import Path
+from shutil import copytree
 from typing import Any
 
 import pytest
 
-from cupaged import SamplingParams
+from cupaged import EngineConfig, SamplingParams
 from cupaged.engine.llm_engine import LLMEngine
 from cupaged.outputs import RequestOutput
 from cupaged.sampling_params import RequestOutputKind
 from tests.engine.conftest import ALPHABET, EOS, MakeEngine
-from tests.engine.scripted import continuation, next_token
+from tests.engine.scripted import ScriptedExecutor, continuation, next_token, scripted
+from tests.engine.tiny_tokenizers import byte_level, write_directory
 
 PROMPT = [10, 20, 30]
 
@@ -86,6 +91,34 @@ def test_ignore_eos_goes_on(make_engine: MakeEngine) -> None:
     engine = make_engine(follow=lambda *_: EOS)
 
     assert run(engine, greedy(4, ignore_eos=True)).outputs[0].token_ids == [EOS] * 4
+
+
+@pytest.mark.parametrize("eos", [EOS, 5, 6, 7])  # named by tokenizer, config, and generation_config twice
+def test_eos_ids_are_those_of_tokenizer_config_and_generation_config(
+    scripted_dir: Path, tmp_path: Path, eos: int
+) -> None:
+    model = copytree(scripted_dir, tmp_path / "model")
+    (model / "generation_config.json").write_text(json.dumps({"eos_token_id": [6, 7]}))
+
+    def executor(config: EngineConfig, _: Path) -> ScriptedExecutor:
+        made = ScriptedExecutor(config, follow=lambda *_: eos)
+        made.model_config = replace(made.model_config, eos_token_ids=(5,))
+        return made
+
+    engine = LLMEngine(EngineConfig.create(model), create_executor=executor)
+
+    assert run(engine, greedy()).outputs[0].token_ids == [eos]
+    assert run(engine, greedy(3, ignore_eos=True)).outputs[0].token_ids == [eos] * 3
+
+
+def test_empty_text_is_a_prompt_where_the_tokenizer_adds_bos(tmp_path: Path) -> None:
+    model = write_directory(tmp_path, byte_level(), add_bos_token=True)
+    engine = LLMEngine(EngineConfig.create(model), create_executor=scripted())
+
+    output = run(engine, greedy(), "")
+
+    assert output.prompt_token_ids == [1]
+    assert output.outputs[0].token_ids == continuation([1], 8)
 
 
 def test_stop_token_id_is_the_stop_reason(make_engine: MakeEngine) -> None:

@@ -1,7 +1,13 @@
 """What answers to /v1/chat/completions look like, whole and streamed, and how messages become a prompt."""
 
+from pathlib import Path
+
+from cupaged.engine.tokenizer import Tokenizer
+from cupaged.server.chat import chat_prompt
+from cupaged.server.protocol import ChatBody, parse_body
 from tests.engine.conftest import ALPHABET
 from tests.engine.scripted import continuation
+from tests.engine.tiny_tokenizers import byte_level, write_directory
 from tests.server.conftest import Client, MakeClient, text_after
 
 
@@ -26,6 +32,16 @@ def test_without_max_tokens_the_answer_fills_the_window(make_client: MakeClient)
     reply = make_client(max_model_len=40).chat().json()
 
     assert reply["usage"] == {"prompt_tokens": 4, "completion_tokens": 36, "total_tokens": 40}
+
+
+def test_a_template_with_bos_gives_exactly_one(tmp_path: Path) -> None:
+    template = "{{ bos_token }}{{ messages[0].content }}"
+    model = write_directory(tmp_path, byte_level(), add_bos_token=True, chat_template=template)
+    body = parse_body(b'{"messages": [{"role": "user", "content": "Paris"}]}', ChatBody)
+
+    tokenizer = Tokenizer.from_directory(model)
+
+    assert chat_prompt(body, tokenizer) == tokenizer.encode("Paris")
 
 
 def test_the_template_gets_its_variables(client: Client) -> None:
