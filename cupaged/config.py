@@ -118,7 +118,6 @@ class ModelConfig:
     head_dim: int
     max_position_embeddings: int
     rms_norm_eps: float = 1e-6
-    hidden_act: str = "silu"
     rope: RopeConfig = field(default_factory=RopeConfig)
     tie_word_embeddings: bool = False
     qkv_bias: bool = False

@@ -68,7 +68,7 @@ def test_many_requests_in_a_tiny_pool_get_their_own_tokens(
     for i, prompt in enumerate(prompts):
         assert outputs[str(i)].outputs[0].token_ids == continuation(prompt, 10 + 3 * i)
     assert engine.scheduler.num_preemptions > 0 or budget < 16
-    assert engine.scheduler.kv_usage == 0
+    assert engine.scheduler.num_used_blocks == 0
 
 
 def test_text_prompt_is_tokenised_and_returned(make_engine: MakeEngine) -> None:
@@ -238,7 +238,20 @@ def test_abort_frees_everything_and_leaves_others_alone(make_engine: MakeEngine,
 
     assert set(outputs) == {"kept"}
     assert outputs["kept"].outputs[0].token_ids == continuation(PROMPT, 20)
-    assert engine.scheduler.kv_usage == 0
+    assert engine.scheduler.num_used_blocks == 0
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_abort_in_the_middle_of_a_prompt_frees_its_blocks(make_engine: MakeEngine, late: bool) -> None:
+    engine = make_engine(late=late, max_num_batched_tokens=4)
+    engine.add_request("r", [1] * 40, greedy())
+    engine.step()
+    assert engine.scheduler.num_used_blocks > 0
+
+    engine.abort("r")
+
+    assert finish(engine) == {}
+    assert engine.scheduler.num_used_blocks == 0
 
 
 def test_abort_of_an_unknown_id_is_ignored(make_engine: MakeEngine) -> None:
