@@ -29,7 +29,8 @@ from cupaged.threads import launch_threads
 F = TypeVar("F", bound=Callable[..., Any])
 prange = numba.prange
 
-_specializing = threading.Lock()  # two engines may start at once
+# Two engines may start at once, and both change what the process has once: Numba's settings, a dispatcher's.
+_lock = threading.RLock()
 UNUSED_DAYS = 30  # after which a cache folder is removed
 ROOT = Path(__file__).parent  # of the package; models and kernels are links in it
 
@@ -103,11 +104,12 @@ def njit(function: Any = None, *, signatures: Sequence[str] | None = None, **opt
     if options.get("parallel"):
         launch_threads()
     config: Any = numba.config
-    before, config.CACHE_DIR = config.CACHE_DIR, cache_dir(function.__code__.co_filename)
-    try:
-        return numba.njit(signatures, cache=True, nogil=True, **options)(function)
-    finally:
-        config.CACHE_DIR = before
+    with _lock:
+        before, config.CACHE_DIR = config.CACHE_DIR, cache_dir(function.__code__.co_filename)
+        try:
+            return numba.njit(signatures, cache=True, nogil=True, **options)(function)
+        finally:
+            config.CACHE_DIR = before
 
 
 def njit_inner(function: F) -> F:
@@ -122,7 +124,7 @@ def specialize(function: Callable[..., Any], signature: str) -> None:
     is contiguous), and nothing is compiled while requests are served.
     """
     if isinstance(function, Dispatcher):  # else the compiler is off
-        with _specializing:
+        with _lock:
             function.disable_compile(False)
             function.compile(signature)
             function.disable_compile()

@@ -74,6 +74,43 @@ def test_cache_folder_of_the_host_is_kept(package: Path) -> None:
     assert run(package, f"{code}; print(numba.config.CACHE_DIR)") == "mine"
 
 
+TWO_DEFINE = """
+import threading
+import numba
+
+numba.config.CACHE_DIR = 'mine'
+from cupaged.jit import njit
+first_inside, second_inside, first_done = threading.Event(), threading.Event(), threading.Event()
+
+def compile_slowly(*_, **__):
+    def decorate(function):
+        if not first_inside.is_set():
+            first_inside.set()
+            second_inside.wait(0.3)
+        else:
+            second_inside.set()
+            first_done.wait(0.3)
+        return function
+    return decorate
+
+def define():
+    njit(lambda: 1)
+    first_done.set()
+
+numba.njit = compile_slowly
+threads = [threading.Thread(target=define) for _ in range(2)]
+threads[0].start()
+first_inside.wait()
+threads[1].start()
+for thread in threads: thread.join()
+print(numba.config.CACHE_DIR)
+"""
+
+
+def test_cache_folder_of_the_host_is_kept_when_two_threads_import_at_once(package: Path) -> None:
+    assert run(package, TWO_DEFINE) == "mine"
+
+
 def test_folders_long_unused_are_removed_when_a_new_one_is_made(package: Path) -> None:
     run(package, ASK)
     numba_dir = package.parent.parent / "cache" / "cupaged" / "numba"
