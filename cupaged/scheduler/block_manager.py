@@ -1,16 +1,18 @@
-"""BlockManager: the pool of KV blocks seen from Python, one call a sequence.
+"""BlockManager: the pool of KV blocks seen from Python, where a sequence enters.
 
-It owns the arrays of `allocator.Blocks`, on which the step's plan also works; it knows rows, not
-sequences, and nothing of the memory behind the blocks.
+It owns the arrays of `allocator.Blocks`, on which the step's plan grows and frees tables; it knows rows,
+not sequences, and nothing of the memory behind the blocks.
 """
 
 import numpy as np
 
-from cupaged.scheduler.allocator import create_blocks, free_table, grow_table
+from cupaged.scheduler.allocator import create_blocks, grow_table
+
+MAX_SLOTS = 2**31  # Batch.slot_mapping is int32
 
 
 class BlockManager:
-    """Give blocks to rows, take them back, and prove that none is lost."""
+    """Own the pool, admit rows to it, and prove that no block is lost."""
 
     def __init__(self, *, num_blocks: int, block_size: int, num_rows: int, max_model_len: int) -> None:
         """Start with every block free; a pool that cannot hold one longest sequence is a ValueError."""
@@ -18,6 +20,11 @@ class BlockManager:
             raise ValueError(
                 f"max_model_len is {max_model_len} but the KV cache holds {num_blocks * block_size} tokens "
                 f"({num_blocks} blocks of {block_size}); lower max_model_len or give the cache more memory"
+            )
+        if num_blocks * block_size > MAX_SLOTS:
+            raise ValueError(
+                f"the KV cache holds {num_blocks * block_size} tokens ({num_blocks} blocks of {block_size}) "
+                f"but no more than {MAX_SLOTS} can be numbered; give the cache less memory"
             )
         self.block_size = block_size
         self.total = num_blocks
@@ -43,14 +50,6 @@ class BlockManager:
         assert self.blocks.num_blocks[row] == 0, f"row {row} already has blocks"
         taken = grow_table(self.blocks, row, self.blocks_for(num_tokens))
         assert taken, f"{self.num_free} free blocks, row {row} needs {self.blocks_for(num_tokens)}"
-
-    def append(self, row: int, num_tokens: int) -> bool:
-        """Grow the row's table to hold `num_tokens` tokens in all; False if blocks have run out."""
-        return grow_table(self.blocks, row, self.blocks_for(num_tokens))
-
-    def free(self, row: int) -> None:
-        """Give back the row's blocks."""
-        free_table(self.blocks, row)
 
     def check_invariants(self) -> None:
         """Assert that free + used = total and that every reference is explained by one table."""

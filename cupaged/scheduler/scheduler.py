@@ -84,11 +84,6 @@ class Scheduler:
         return self.block_manager.total - self.block_manager.num_free
 
     @property
-    def kv_usage(self) -> float:
-        """Return the share of blocks in use, 0 to 1."""
-        return self.num_used_blocks / self.block_manager.total
-
-    @property
     def num_cached_tokens(self) -> int:
         """Return how many tokens the blocks in use hold once the submitted steps are done."""
         return int(self._rows.num_computed_tokens[self._rows.running[: self.num_running]].sum())

@@ -153,4 +153,4 @@ def test_preempted_and_recomputed(
     ) as llm:
         assert generate(llm, requests) == alone
         assert llm.engine.scheduler.num_preemptions > 0
-        assert llm.engine.scheduler.kv_usage == 0
+        assert llm.engine.scheduler.num_used_blocks == 0

@@ -210,7 +210,7 @@ def assert_all_as_expected(harness: Harness, seqs: list[Sequence]) -> None:
     for seq in seqs:
         assert harness.outputs[seq] == expected_output(seq)
     assert harness.scheduler.num_running == harness.scheduler.num_waiting == 0
-    assert harness.scheduler.kv_usage == 0
+    assert harness.scheduler.num_used_blocks == 0
 
 
 def start(*seqs: Sequence, max_in_flight: int = 1, **options: int) -> Harness:

@@ -1,3 +1,5 @@
+"""BlockManager: admission, its limits, and that its invariants catch what they should."""
+
 import numpy as np
 import pytest
 
@@ -33,59 +35,6 @@ def test_rows_get_different_blocks() -> None:
     manager.check_invariants()
 
 
-def test_append_keeps_the_blocks_a_row_has() -> None:
-    manager = make_manager()
-    manager.allocate(0, 4)
-    before = table(manager, 0)
-
-    assert manager.append(0, 5)
-
-    assert table(manager, 0)[:1] == before
-    assert len(table(manager, 0)) == 2
-
-
-def test_append_within_the_last_block_takes_none() -> None:
-    manager = make_manager()
-    manager.allocate(0, 5)
-
-    assert manager.append(0, 8)
-
-    assert manager.num_free == 8
-
-
-def test_append_takes_nothing_when_there_are_too_few() -> None:
-    manager = make_manager(num_blocks=6)
-    manager.allocate(0, 17)
-
-    assert not manager.append(1, 8)
-
-    assert table(manager, 1) == []
-    assert manager.num_free == 1
-    manager.check_invariants()
-
-
-def test_free_gives_every_block_back() -> None:
-    manager = make_manager()
-    manager.allocate(0, 9)
-    manager.allocate(1, 20)
-
-    manager.free(0)
-    manager.free(1)
-
-    assert manager.num_free == 10
-    manager.check_invariants()
-
-
-def test_block_still_referenced_is_not_freed() -> None:
-    manager = make_manager()
-    manager.allocate(0, 4)
-    manager.blocks.ref_count[table(manager, 0)] += 1  # as a second table that holds it would
-
-    manager.free(0)
-
-    assert manager.num_free == 9
-
-
 def test_watermark_is_a_hundredth_of_the_pool_but_at_least_one_block() -> None:
     assert make_manager(num_blocks=1000).watermark == 10
     assert make_manager(num_blocks=10).watermark == 1
@@ -102,6 +51,11 @@ def test_watermark_counts_at_admission_only_if_asked_for() -> None:
 def test_pool_smaller_than_max_model_len_is_refused_with_both_numbers() -> None:
     with pytest.raises(ValueError, match=r"max_model_len is 41 .* holds 40 tokens \(10 blocks of 4\)"):
         make_manager(max_model_len=41)
+
+
+def test_pool_with_more_tokens_than_slots_can_number_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"2147483664 tokens .* no more than 2147483648 can be numbered"):
+        make_manager(num_blocks=2**27 + 1, block_size=16)
 
 
 @pytest.mark.parametrize("block_size", [1, 3, 16, 1000])

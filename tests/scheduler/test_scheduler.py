@@ -179,7 +179,7 @@ class TestAbort:
 
         harness.abort(seq)
 
-        assert harness.scheduler.kv_usage == harness.scheduler.num_running == 0
+        assert harness.scheduler.num_used_blocks == harness.scheduler.num_running == 0
         assert seq.row == -1
 
     def test_prefill_between_two_chunks_frees_its_blocks(self) -> None:
@@ -189,7 +189,7 @@ class TestAbort:
 
         harness.abort(seq)
 
-        assert harness.scheduler.kv_usage == 0
+        assert harness.scheduler.num_used_blocks == 0
 
     def test_preempted_sequence_frees_its_row(self) -> None:
         harness, seqs = preempting()
@@ -242,7 +242,7 @@ class TestAbort:
             harness.abort(seq)
 
         scheduler = harness.scheduler
-        assert (scheduler.num_running, scheduler.num_waiting, scheduler.kv_usage) == (0, 0, 0.0)
+        assert (scheduler.num_running, scheduler.num_waiting, scheduler.num_used_blocks) == (0, 0, 0)
         assert not scheduler.has_unfinished()
 
 

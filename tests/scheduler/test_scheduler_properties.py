@@ -94,7 +94,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             return
         self.harness.run()
         scheduler = self.harness.scheduler
-        assert (scheduler.num_running, scheduler.num_waiting, scheduler.kv_usage) == (0, 0, 0.0)
+        assert (scheduler.num_running, scheduler.num_waiting, scheduler.num_used_blocks) == (0, 0, 0)
         for seq in self.arrived:
             output, expected = self.harness.outputs[seq], expected_output(seq)
             assert output == expected[: len(output)]
