@@ -87,6 +87,11 @@ class BatchArrays(NamedTuple):
 _FLOATS = frozenset({"temperature", "top_p", "min_p"})
 
 
+def _aligned(num_words: int) -> int:
+    """Return where what follows `num_words` begins: at 64-byte steps."""
+    return -(-num_words // 16) * 16
+
+
 def layout(bucket: Bucket) -> dict[str, tuple[int, tuple[int, ...]]]:
     """Return offset in words and shape of each view but the tail, which follows the last of them."""
     T, S, W = bucket
@@ -100,7 +105,7 @@ def layout(bucket: Bucket) -> dict[str, tuple[int, tuple[int, ...]]]:
     offset = 0
     for name, shape in shapes.items():
         places[name] = (offset, shape)
-        offset += -(-int(np.prod(shape)) // 16) * 16  # views begin at 64-byte steps
+        offset += _aligned(int(np.prod(shape)))
     return places
 
 
@@ -112,13 +117,13 @@ def view(buffer: Array, bucket: Bucket) -> BatchArrays:
         end = offset + int(np.prod(shape))
         words = buffer[offset:end]
         cut[name] = (words.view(np.float32) if name in _FLOATS else words).reshape(shape)
-    return BatchArrays(**cut, tail=buffer[-(-end // 16) * 16 :])
+    return BatchArrays(**cut, tail=buffer[_aligned(end) :])
 
 
 def buffer_size(bucket: Bucket, tail: int) -> int:
     """Return the words that a buffer needs for `bucket` and `tail` words behind it."""
     offset, shape = list(layout(bucket).values())[-1]
-    return -(-(offset + int(np.prod(shape))) // 16) * 16 + tail
+    return _aligned(offset + int(np.prod(shape))) + tail
 
 
 class Batch:

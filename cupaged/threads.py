@@ -67,8 +67,8 @@ class ParallelRunner:
     def run(self, kernel: Callable[..., None], args: Sequence[Any], num_items: int = 0) -> None:
         """Call the kernel; the calling thread's own settings are as before afterwards.
 
-        With num_items, the length of its parallel loop, work is handed out in up to eight pieces a
-        thread: with one piece each, a core that is busy elsewhere holds up all others.
+        With num_items, the length of its parallel loop or less, work is handed out in pieces of an eighth of
+        a thread's share: with one piece each, a core that is busy elsewhere holds up all others.
         """
         with _lock:
             threads, chunk = numba.get_num_threads(), 0

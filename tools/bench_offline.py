@@ -126,10 +126,8 @@ def run_peer(args: argparse.Namespace, workload: Workload) -> dict[str, Any]:
         "threads": args.num_threads,
         "dtype": args.peer_dtype,
     }
-    environment = {
-        **os.environ,
-        "OMP_WAIT_POLICY": "passive",
-    }  # else a busy neighbour stalls it 20 times over
+    # Threads that spin would stall it 20 times over beside a busy neighbour.
+    environment = os.environ | {"OMP_WAIT_POLICY": "passive"}
     for name in ("OPENBLAS_CORETYPE", "PYTHONPATH"):
         environment.pop(name, None)
     script = Path(__file__).with_name("peer_transformers.py")
