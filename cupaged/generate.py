@@ -7,6 +7,7 @@ line gets {"error": ...} and harms no other.
 
 import argparse
 import json
+import os
 import signal
 import sys
 from contextlib import ExitStack
@@ -187,4 +188,9 @@ def _stream(llm: LLM, prompt: str, chat: bool, options: dict[str, Any]) -> int:
 if __name__ == "__main__":
     # Ends at once. KeyboardInterrupt would be lost if it came inside one of the compiler's callbacks.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
-    sys.exit(main())
+    try:
+        code = main()
+        sys.stdout.flush()
+    except BrokenPipeError:
+        os._exit(1)  # whoever read our output has seen enough; sys.exit would try to write the rest
+    sys.exit(code)

@@ -192,6 +192,24 @@ def test_flags_may_stand_between_model_and_prompt() -> None:
     assert (args.model, args.prompt, args.max_tokens, args.chat) == ("model", "a prompt", 3, True)
 
 
+@pytest.mark.parametrize("source", ["prompt", "lines"])
+def test_a_reader_that_closes_the_pipe_ends_it_without_a_traceback(
+    tiny_llama_dir: Path, tmp_path: Path, source: str
+) -> None:
+    lines = tmp_path / "in.jsonl"
+    lines.write_text('{"prompt": "abc"}\n')
+    arguments = ["abc"] if source == "prompt" else ["--input", str(lines)]
+    read_end, write_end = os.pipe()
+    os.close(read_end)
+
+    command = [sys.executable, "-m", "cupaged.generate", str(tiny_llama_dir), *arguments]
+    result = subprocess.run(command, stdout=write_end, stderr=subprocess.PIPE, text=True, timeout=120)
+    os.close(write_end)
+
+    assert result.returncode == 1
+    assert "Broken" not in result.stderr
+
+
 def test_ctrl_c_ends_it_at_once_without_a_traceback(tmp_path: Path) -> None:
     source = tmp_path / "in.jsonl"
     os.mkfifo(source)
