@@ -51,6 +51,7 @@ class _Ruler:
     position: int = 0  # characters so far
 
     def measure(self, token_ids: list[int]) -> list[int]:
+        """Return where each of the next tokens begins."""
         begins = []
         for token_id in token_ids:
             begins.append(self.position)
@@ -68,7 +69,7 @@ class CompletionFormat:
     created: int
     model: str
     tokenizer: Tokenizer
-    rulers: dict[int, "_Ruler"] = field(default_factory=dict)  # by choice, over what is generated
+    rulers: dict[int, _Ruler] = field(default_factory=dict)  # by choice; each measures what is generated
 
     @property
     def generates(self) -> bool:
@@ -134,9 +135,8 @@ class CompletionFormat:
     def _prompt_offsets(self, output: RequestOutput) -> list[int]:
         ids, text = output.prompt_token_ids, self._prompt_text(output)
         # The BOS that the tokenizer adds is no part of the text that the user wrote.
-        is_added = ids[0] == self.tokenizer.bos_token_id and not text.startswith(
-            self.tokenizer.token_text(ids[0])
-        )
+        first = self.tokenizer.token_text(ids[0])
+        is_added = ids[0] == self.tokenizer.bos_token_id and not text.startswith(first)
         ruler = _Ruler(Detokenizer(self.tokenizer, (), skip_special_tokens=False))
         return [0] * is_added + ruler.measure(ids[is_added:])
 
