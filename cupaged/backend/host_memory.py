@@ -29,12 +29,13 @@ def _container(root: Path) -> int | None:
     ):
         limit, used = _lines(folder / limit_name), _lines(folder / used_name)
         if limit and used and limit[0] != "max":
-            cached = [
-                line.split()[1]
+            # File cache gives way; what a model was just read from may count as active.
+            cached = sum(
+                int(line.split()[1])
                 for line in _lines(folder / "memory.stat")
-                if line.startswith("inactive_file ")
-            ]
-            return int(limit[0]) - int(used[0]) + int(cached[0] if cached else 0)  # file cache gives way
+                if line.startswith(("active_file ", "inactive_file "))
+            )
+            return int(limit[0]) - int(used[0]) + cached
     return None
 
 

@@ -57,7 +57,9 @@ class Worker:
         )
         self._kv_cache = KVCache(backend, self.model_config, self.plan.num_blocks, config.block_size)
         self._sampler = Sampler(backend, self._model, config.max_num_seqs)
-        backend.create_arena(max(backend.measure(partial(self.execute, b)) for b in largest_batches(config)))
+        arena_bytes = max(backend.measure(partial(self.execute, batch)) for batch in largest_batches(config))
+        check_arena(arena_bytes, config, self.plan, backend.available_memory())
+        backend.create_arena(arena_bytes)
 
     def execute(self, batch: Batch) -> StepOutput:
         """Run one step."""
@@ -88,10 +90,15 @@ def plan_cache(config: EngineConfig, model: ModelConfig, backend: Backend, weigh
     per_block = block_bytes(model, config.block_size, backend.kv_dtype.itemsize)
     memory = config.kv_cache_memory
     available = backend.available_memory()
+    if weight_bytes > available:
+        raise ValueError(
+            f"the weights take {weight_bytes} bytes but only {available} are free; "
+            "close other programs or choose a smaller model"
+        )
     if memory is not None and memory + weight_bytes > available:
         raise ValueError(
             f"kv_cache_memory is {memory} bytes but beside {weight_bytes} of weights only "
-            f"{max(0, available - weight_bytes)} are free; lower kv_cache_memory"
+            f"{available - weight_bytes} are free; lower kv_cache_memory"
         )
     if memory is None:
         free = config.gpu_memory_utilization * available - weight_bytes
@@ -114,6 +121,17 @@ def plan_cache(config: EngineConfig, model: ModelConfig, backend: Backend, weigh
             num_blocks,
         )
     return CachePlan(num_blocks=num_blocks, block_bytes=per_block, max_model_len=min(wanted, capacity))
+
+
+def check_arena(num_bytes: int, config: EngineConfig, plan: CachePlan, available: int) -> None:
+    """Raise ValueError if the largest step's arrays do not fit beside the KV cache, not in use yet."""
+    free = available - plan.num_blocks * plan.block_bytes
+    if num_bytes > free:
+        raise ValueError(
+            f"a step of max_num_batched_tokens={config.max_num_batched_tokens} tokens takes {num_bytes} "
+            f"bytes but beside weights and KV cache {max(0, free)} are free; "
+            "lower max_num_batched_tokens or kv_cache_memory"
+        )
 
 
 def longest_position(model: ModelConfig) -> int:

@@ -41,7 +41,7 @@ def test_file_cache_in_a_container_can_be_taken(tmp_path: Path) -> None:
     write(tmp_path, proc__meminfo=MEMINFO, sys__fs__cgroup__memory_dot_max="50000\n")
 
     write(tmp_path, sys__fs__cgroup__memory_dot_current="45000\n")
-    write(tmp_path, sys__fs__cgroup__memory_dot_stat="anon 5\ninactive_file 10000\n")
+    write(tmp_path, sys__fs__cgroup__memory_dot_stat="anon 5\nactive_file 3000\ninactive_file 7000\n")
 
     assert available_memory(tmp_path) == 15000
 

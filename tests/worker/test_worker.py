@@ -8,7 +8,13 @@ import pytest
 from cupaged.backend.cpu import CpuBackend
 from cupaged.config import EngineConfig, ModelConfig, RopeConfig
 from cupaged.worker.kv_cache import block_bytes
-from cupaged.worker.worker import DEFAULT_KV_CACHE_MEMORY, longest_position, plan_cache
+from cupaged.worker.worker import (
+    DEFAULT_KV_CACHE_MEMORY,
+    CachePlan,
+    check_arena,
+    longest_position,
+    plan_cache,
+)
 
 MODEL = ModelConfig(
     model_type="llama",
@@ -86,6 +92,23 @@ def test_cache_larger_than_the_free_memory_is_refused_with_both_numbers(backend:
 
     with pytest.raises(ValueError, match=rf"kv_cache_memory is {memory} bytes .* 7 of weights only \d+ are"):
         plan_cache(config(kv_cache_memory=memory), MODEL, backend, 7)
+
+
+def test_weights_larger_than_the_free_memory_are_named_as_such(backend: CpuBackend) -> None:
+    num_bytes = backend.available_memory() * 2
+
+    with pytest.raises(ValueError, match=rf"the weights take {num_bytes} bytes but only \d+ are free"):
+        plan_cache(config(), MODEL, backend, num_bytes)
+
+
+def test_step_larger_than_what_the_cache_leaves_is_refused() -> None:
+    plan = CachePlan(num_blocks=3, block_bytes=100, max_model_len=48)
+
+    check_arena(700, config(), plan, available=1000)
+    with pytest.raises(
+        ValueError, match=r"max_num_batched_tokens=2048 tokens takes 701 bytes .* 700 are free"
+    ):
+        check_arena(701, config(), plan, available=1000)
 
 
 def test_set_length_beyond_the_models_positions_is_refused(backend: CpuBackend) -> None:
