@@ -10,7 +10,6 @@ from enum import IntEnum
 from numbers import Integral, Real
 from typing import Any
 
-SAMPLING_EPS = 1e-5  # a temperature below this is greedy, as in vLLM
 MAX_LOGPROBS = 20
 MAX_STOPS = 1024  # stop strings, or stop token ids, of one request: all others wait while they are searched
 
@@ -70,11 +69,6 @@ class SamplingParams:
         for name in ("temperature", "top_p", "min_p"):
             object.__setattr__(self, name, float(getattr(self, name)))
         object.__setattr__(self, "top_p", max(self.top_p, _SMALLEST))
-
-    @property
-    def is_greedy(self) -> bool:
-        """Return whether the most likely token is always taken."""
-        return self.temperature < SAMPLING_EPS
 
 
 # The sampler computes in float32: the smallest normal number and the largest one.

@@ -15,7 +15,7 @@ from cupaged.kernels.bits import exp
 from cupaged.kernels.philox import uniform
 from cupaged.kernels.tree import BLOCK, tree_sum
 
-GREEDY_TEMPERATURE = 1e-5  # below it a row takes the most likely token
+GREEDY_TEMPERATURE = 1e-5  # below it a row takes the most likely token, as in vLLM
 RADIX_SHIFTS = (21, 10, 0)  # the ranking is found by 11, 11 and 10 bits of the logits
 NUM_BINS = 2048
 

@@ -28,11 +28,6 @@ def test_a_single_stop_string_becomes_a_tuple() -> None:
     assert SamplingParams(stop="END").stop == ("END",)
 
 
-@pytest.mark.parametrize(("temperature", "greedy"), [(0.0, True), (1e-6, True), (1e-4, False), (1.0, False)])
-def test_greedy_below_the_sampling_epsilon(temperature: float, greedy: bool) -> None:
-    assert SamplingParams(temperature=temperature).is_greedy is greedy
-
-
 @pytest.mark.parametrize(
     ("name", "value"),
     [
