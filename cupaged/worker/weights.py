@@ -74,8 +74,8 @@ def read_headers(directory: Path) -> dict[str, Tensor]:
     if not index.is_file():
         raise ValueError(f"{directory} has neither {single.name} nor {index.name}; convert it to safetensors")
     weight_map = _parse(index.read_bytes(), index).get("weight_map")
-    if not isinstance(weight_map, dict):
-        raise ValueError(f"{index} has no weight_map; fetch it again")
+    if not isinstance(weight_map, dict) or not all(isinstance(file, str) for file in weight_map.values()):
+        raise ValueError(f"{index} has no weight_map from tensors to files; fetch it again")
     files = {name: _read_header(directory / name) for name in sorted(set(weight_map.values()))}
     return {name: files[file][name] for name, file in weight_map.items() if name in files[file]}
 

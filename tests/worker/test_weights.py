@@ -211,8 +211,9 @@ def test_file_that_only_the_index_knows_is_named(tmp_path: Path) -> None:
         Checkpoint(tmp_path, TABLE)
 
 
-def test_index_without_a_map_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "model.safetensors.index.json").write_text("{}")
+@pytest.mark.parametrize("index", ["{}", '{"weight_map": ["a"]}', '{"weight_map": {"a": 3}}'])
+def test_index_without_a_map_is_refused(tmp_path: Path, index: str) -> None:
+    (tmp_path / "model.safetensors.index.json").write_text(index)
 
     with pytest.raises(ValueError, match="has no weight_map"):
         Checkpoint(tmp_path, TABLE)
