@@ -61,11 +61,9 @@ class Scheduler:
         self._step = 0
         self._last_admission = 0
         self._in_flight: deque[Batch] = deque()
-        largest = bucket_for(
-            max_num_batched_tokens,
-            min(max_num_seqs, max_num_batched_tokens),
-            self.block_manager.blocks_for(max_model_len),
-        )
+        num_tokens = min(max_num_batched_tokens, num_blocks * block_size)  # each has a slot of its own
+        table_width = self.block_manager.blocks_for(max_model_len)
+        largest = bucket_for(num_tokens, min(max_num_seqs, num_tokens), table_width)
         self._buffers = deque(BatchBuffer(largest) for _ in range(num_batches))
 
     @property

@@ -41,7 +41,7 @@ class Sampler:
         backend.store_last_tokens(batch, token_ids, self.last_token)
         return StepOutput(
             token_ids=backend.to_host(token_ids).reshape(-1, 1),
-            num_tokens=(host.flags & Flag.SAMPLES).astype(np.int32),
+            num_tokens=((host.flags & Flag.SAMPLES) != 0).astype(np.int32),
             logprobs=_collect(chunks, wanted, host) if chunks else None,
         )
 

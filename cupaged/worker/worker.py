@@ -57,7 +57,8 @@ class Worker:
         )
         self._kv_cache = KVCache(backend, self.model_config, self.plan.num_blocks, config.block_size)
         self._sampler = Sampler(backend, self._model, config.max_num_seqs)
-        arena_bytes = max(backend.measure(partial(self.execute, batch)) for batch in largest_batches(config))
+        batches = largest_batches(config, self.plan.num_blocks * config.block_size)
+        arena_bytes = max(backend.measure(partial(self.execute, batch)) for batch in batches)
         check_arena(arena_bytes, config, self.plan, backend.available_memory())
         backend.create_arena(arena_bytes)
 
@@ -143,9 +144,9 @@ def longest_position(model: ModelConfig) -> int:
     return model.max_position_embeddings
 
 
-def largest_batches(config: EngineConfig) -> list[Batch]:
+def largest_batches(config: EngineConfig, num_slots: int) -> list[Batch]:
     """Return batches that need the most arena of any: all decodes, and all prefill, every token's logits."""
-    num_tokens = config.max_num_batched_tokens
+    num_tokens = min(config.max_num_batched_tokens, num_slots)  # every token of a step has a slot of its own
     num_seqs = min(config.max_num_seqs, num_tokens)
     bucket = Bucket(num_tokens, num_seqs, 1)
     batches = []

@@ -51,6 +51,15 @@ class TestAdmission:
 
         assert harness.admitted == seqs
 
+    def test_budget_beyond_the_pool_costs_no_memory(self) -> None:
+        seqs = [make_sequence(20), make_sequence(20)]
+        harness = start(*seqs, max_num_batched_tokens=10**12)
+
+        harness.run()
+
+        assert_all_as_expected(harness, seqs)
+        assert harness.steps[0] == dict.fromkeys(seqs, 20)
+
     def test_stops_at_the_first_that_does_not_fit(self) -> None:
         running, large, small = make_sequence(20), make_sequence(44), make_sequence(1)
         harness = start(running, large, small, num_blocks=16, max_num_batched_tokens=64)

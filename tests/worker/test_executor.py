@@ -21,4 +21,4 @@ def test_close_lets_go_of_the_worker_and_nothing_runs_afterwards(tiny_llama_dir:
 
     assert worker() is None
     with pytest.raises(RuntimeError, match="closed"):
-        executor.submit(largest_batches(config)[0])
+        executor.submit(largest_batches(config, 32)[0])

@@ -12,6 +12,7 @@ from cupaged.worker.worker import (
     DEFAULT_KV_CACHE_MEMORY,
     CachePlan,
     check_arena,
+    largest_batches,
     longest_position,
     plan_cache,
 )
@@ -109,6 +110,13 @@ def test_step_larger_than_what_the_cache_leaves_is_refused() -> None:
         ValueError, match=r"max_num_batched_tokens=2048 tokens takes 701 bytes .* 700 are free"
     ):
         check_arena(701, config(), plan, available=1000)
+
+
+def test_no_step_has_more_tokens_than_the_cache_has_slots() -> None:
+    decodes, prefill = largest_batches(config(max_num_batched_tokens=10**9, max_num_seqs=8), num_slots=48)
+
+    assert (decodes.num_tokens, decodes.num_seqs) == (8, 8)
+    assert (prefill.num_tokens, prefill.num_seqs) == (48, 8)
 
 
 def test_set_length_beyond_the_models_positions_is_refused(backend: CpuBackend) -> None:
