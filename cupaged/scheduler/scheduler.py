@@ -46,14 +46,23 @@ class Scheduler:
         """Allocate all state; at most `num_batches` (1 or 2) steps are in flight at a time."""
         # With more, a resumed row could need an unknown token that last_token no longer holds.
         assert num_batches in (1, 2), f"num_batches is {num_batches}"
-        self.block_manager = BlockManager(
-            num_blocks=num_blocks, block_size=block_size, num_rows=max_num_seqs, max_model_len=max_model_len
-        )
+        try:
+            self.block_manager = BlockManager(
+                num_blocks=num_blocks,
+                block_size=block_size,
+                num_rows=max_num_seqs,
+                max_model_len=max_model_len,
+            )
+            self._rows = create_rows(max_num_seqs, max_model_len)
+            self._sampling = create_sampling_rows(max_num_seqs)
+        except MemoryError as error:
+            raise ValueError(
+                f"no memory for the tables of max_num_seqs={max_num_seqs} sequences of up to {max_model_len} "
+                f"tokens ({error}); lower max_num_seqs or max_model_len"
+            ) from None
         self.max_model_len = max_model_len
         self.max_num_batched_tokens = max_num_batched_tokens
         self.num_preemptions = 0
-        self._rows = create_rows(max_num_seqs, max_model_len)
-        self._sampling = create_sampling_rows(max_num_seqs)
         self._free_rows = list(range(max_num_seqs - 1, -1, -1))
         self._by_row: NDArray[np.object_] = np.full(max_num_seqs, None, np.object_)
         self._waiting: OrderedDict[Sequence, None] = OrderedDict()  # the preempted first, then by arrival

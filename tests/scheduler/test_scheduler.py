@@ -41,6 +41,10 @@ class TestAdd:
         with pytest.raises(ValueError, match=r"max_model_len is 64 .* 60 tokens"):
             make_scheduler(num_blocks=15)
 
+    def test_more_sequences_than_memory_has_tables_for_are_refused_by_name(self) -> None:
+        with pytest.raises(ValueError, match=r"max_num_seqs=10000000000000 .* lower max_num_seqs or"):
+            make_scheduler(max_num_seqs=10**13)
+
 
 class TestAdmission:
     def test_is_first_come_first_served(self) -> None:
