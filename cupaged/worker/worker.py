@@ -89,29 +89,19 @@ def plan_cache(config: EngineConfig, model: ModelConfig, backend: Backend, weigh
             f"max_model_len is {wanted} but the model's positions end at {longest}; lower max_model_len"
         )
     per_block = block_bytes(model, config.block_size, backend.kv_dtype.itemsize)
-    memory = config.kv_cache_memory
-    available = backend.available_memory()
-    if weight_bytes > available:
-        raise ValueError(
-            f"the weights take {weight_bytes} bytes but only {available} are free; "
-            "close other programs or choose a smaller model"
-        )
-    if memory is not None and memory + weight_bytes > available:
-        raise ValueError(
-            f"kv_cache_memory is {memory} bytes but beside {weight_bytes} of weights only "
-            f"{available - weight_bytes} are free; lower kv_cache_memory"
-        )
-    if memory is None:
-        free = config.gpu_memory_utilization * available - weight_bytes
-        memory = min(DEFAULT_KV_CACHE_MEMORY, max(0, int(free / 2)))
-        memory = min(memory, config.max_num_seqs * -(-wanted // config.block_size) * per_block)
+    useful = config.max_num_seqs * -(-wanted // config.block_size) * per_block
+    memory = kv_cache_bytes(config, backend.available_memory(), weight_bytes, useful)
     num_blocks = memory // per_block
     capacity = num_blocks * config.block_size
-    if capacity < (config.max_model_len or 2):
-        needed = -(-(config.max_model_len or 2) // config.block_size) * per_block
+    if config.max_model_len is not None and capacity < config.max_model_len:
+        needed = -(-config.max_model_len // config.block_size) * per_block
         raise ValueError(
             f"a KV cache of {memory} bytes holds {capacity} tokens but max_model_len is "
-            f"{config.max_model_len or 2}; lower max_model_len or raise kv_cache_memory to {needed}"
+            f"{config.max_model_len}; lower max_model_len or raise kv_cache_memory to {needed}"
+        )
+    if num_blocks == 0:
+        raise ValueError(
+            f"a KV cache of {memory} bytes holds 0 tokens: a block takes {per_block}; raise kv_cache_memory"
         )
     if capacity < wanted:
         logger.warning(
@@ -122,6 +112,24 @@ def plan_cache(config: EngineConfig, model: ModelConfig, backend: Backend, weigh
             num_blocks,
         )
     return CachePlan(num_blocks=num_blocks, block_bytes=per_block, max_model_len=min(wanted, capacity))
+
+
+def kv_cache_bytes(config: EngineConfig, available: int, weight_bytes: int, useful: int) -> int:
+    """Return the bytes of the KV cache: the user's, else a share of what is free, at most `useful`."""
+    if weight_bytes > available:
+        raise ValueError(
+            f"the weights take {weight_bytes} bytes but only {available} are free; "
+            "close other programs or choose a smaller model"
+        )
+    if config.kv_cache_memory is None:
+        free = config.gpu_memory_utilization * available - weight_bytes
+        return min(DEFAULT_KV_CACHE_MEMORY, max(0, int(free / 2)), useful)
+    if config.kv_cache_memory + weight_bytes > available:
+        raise ValueError(
+            f"kv_cache_memory is {config.kv_cache_memory} bytes but beside {weight_bytes} of weights only "
+            f"{available - weight_bytes} are free; lower kv_cache_memory"
+        )
+    return config.kv_cache_memory
 
 
 def check_arena(num_bytes: int, config: EngineConfig, plan: CachePlan, available: int) -> None:

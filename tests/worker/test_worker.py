@@ -84,7 +84,7 @@ def test_set_length_that_the_pool_cannot_hold_is_refused(backend: CpuBackend) ->
 
 
 def test_memory_for_no_block_at_all_is_refused(backend: CpuBackend) -> None:
-    with pytest.raises(ValueError, match="holds 0 tokens"):
+    with pytest.raises(ValueError, match=f"of 1 bytes holds 0 tokens: a block takes {BLOCK_BYTES}"):
         plan_cache(config(kv_cache_memory=1), MODEL, backend, 0)
 
 
