@@ -5,7 +5,7 @@ their neutral value and refused otherwise, so nothing that a user asks for is ig
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, fields
 from enum import IntEnum
 from numbers import Integral, Real
 from typing import Any
@@ -55,7 +55,7 @@ class SamplingParams:
     structured_outputs: Any = None
     truncate_prompt_tokens: int | None = None
     spaces_between_special_tokens: bool = True
-    extra_args: dict[str, Any] | None = field(default=None)
+    extra_args: dict[str, Any] | None = None
 
     def __post_init__(self) -> None:
         """Normalise numbers, stop, stop_token_ids and top_k, then validate every field."""
