@@ -62,6 +62,16 @@ class PagedCase:
         self.pool = pool.view(np.uint16) if self.kv_dtype == ml_dtypes.bfloat16 else pool
         specialize(paged_attention_cpu, SIGNATURE.format("u2" if self.pool.dtype == np.uint16 else "f4"))
 
+    def cut_tables(self, *chunks: tuple[int, int, int]) -> NDArray[np.int32]:
+        """Return the tables of chunks (seq, start, stop): -1 past the end and before the first's window."""
+        tables = np.full((len(chunks), self.tables.shape[1]), -1, np.int32)
+        for i, (seq, start, stop) in enumerate(chunks):
+            last = -(-stop // self.block_size)
+            window = self.sliding_window or stop
+            first = max(0, start + 1 - window) // self.block_size
+            tables[i, first:last] = self.tables[seq, first:last]
+        return tables
+
     def attend(self, *chunks: tuple[int, int, int]) -> list[Floats]:
         """Run one step whose chunks (seq, start, stop) are its new tokens; return each one's output."""
         lengths = [stop - start for _, start, stop in chunks]
@@ -69,17 +79,11 @@ class PagedCase:
         fused = np.full((len(queries), self.num_heads + 2, self.head_dim), np.nan, np.float32)
         fused[:, : self.num_heads] = queries  # the heads of one token lie in a longer row, as in qkv
         out = np.full_like(queries, np.nan)
-        tables = np.full((len(chunks), self.tables.shape[1]), -1, np.int32)
-        for i, (seq, start, stop) in enumerate(chunks):
-            last = -(-stop // self.block_size)
-            window = self.sliding_window or stop
-            first = max(0, start + 1 - window) // self.block_size
-            tables[i, first:last] = self.tables[seq, first:last]
         paged_attention_cpu(
             fused[:, : self.num_heads],
             self.pool,
             LAYER,
-            tables,
+            self.cut_tables(*chunks),
             np.cumsum([0, *lengths], dtype=np.int32),
             np.array([stop for *_, stop in chunks], np.int32),
             self.scale,
@@ -94,14 +98,18 @@ class PagedCase:
         """Return all positions of a sequence, as one chunk."""
         return self.attend((seq, 0, self.lens[seq]))[0]
 
-    def dense(self, seq: int = 0) -> NDArray[np.float64]:
-        """Return all positions of a sequence in float64, by the textbook."""
-        q, k, v = (x[seq].astype(np.float64) for x in (self.q, self.k, self.v))
+    def dense(self, seq: int = 0, start: int = 0) -> NDArray[np.float64]:
+        """Return the positions of a sequence from `start` on in float64, by the textbook."""
+        return self.weigh(self.v[seq], seq, start)
+
+    def weigh(self, values: Any, seq: int = 0, start: int = 0) -> NDArray[np.float64]:
+        """Return the float64 sums of values [num_tokens, num_kv_heads, head_dim] by the softmax's weights."""
+        q, k, v = (x.astype(np.float64) for x in (self.q[seq], self.k[seq], values))
         group = self.num_heads // self.num_kv_heads
-        scores = np.einsum("qhd,khd->hqk", q, np.repeat(k, group, 1)) * self.scale
+        scores = np.einsum("qhd,khd->hqk", q[start:], np.repeat(k, group, 1)) * self.scale
         if self.softcap:
             scores = self.softcap * np.tanh(scores / self.softcap)
-        distance = np.subtract.outer(np.arange(len(q)), np.arange(len(k)))
+        distance = np.subtract.outer(np.arange(start, len(q)), np.arange(len(k)))
         seen = (distance >= 0) & (distance < (self.sliding_window or len(k)))
         scores = np.where(seen, scores, -np.inf)
         sinks = self.sinks.astype(np.float64) if len(self.sinks) else np.full(self.num_heads, -np.inf)
