@@ -83,8 +83,8 @@ class CudaCase(PagedCase):
         """Hold out T[num_tokens, num_heads * head_dim] of a step to dense float64; rows behind must be NaN.
 
         Kernels round a weight to T before it meets its value, and the sum once more: each of the two is off
-        by at most ROUNDING of sum(weight * |value|). To that come 2 ulp of exp2 and the order of float32 sums,
-        far below it (a quarter of it is allowed), and float16's weights under 2^-14: their rounding is absolute.
+        by at most ROUNDING of sum(weight * |value|). To that come 2 ulp of exp2 and the order of float32 sums
+        (a quarter of ROUNDING is allowed) and float16's weights under 2^-14, whose rounding is absolute.
         """
         row = 0
         for seq, start, stop in chunks:
