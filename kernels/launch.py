@@ -1,7 +1,7 @@
 """How a launch function meets a device: what it is given, and how its arguments become the kernel's.
 
-A `*_cuda` function asks its Device for a kernel and calls it with grid, block and arguments. On a GPU the Device
-is CuPy's (backend/device.py); in the tests it is emulated on the CPU, by the same lines.
+A `*_cuda` function asks its Device for a kernel and calls it with grid, block and arguments. On a GPU the
+Device is CuPy's (backend/device.py); in the tests it is emulated on the CPU, by the same lines.
 """
 
 import re
@@ -22,7 +22,7 @@ class Kernel(Protocol):
     """One compiled kernel."""
 
     def __call__(self, grid: Grid, block: int, args: tuple[Any, ...], shared_bytes: int = 0) -> None:
-        """Launch: args are arrays (None = no pointer) and Python numbers, as many as the kernel's parameters."""
+        """Launch: args are arrays (None = no pointer) and Python numbers, one for each parameter."""
 
 
 class Device(Protocol):
