@@ -1,0 +1,134 @@
+"""What a kernel case is, how its arrays are made on any device, and a device that only notes launches.
+
+A case names one call of a launch function: on small arrays to compare what comes out (goldens), on large ones
+to time it, or on arrays without memory to learn which kernels it asks for and how it launches them.
+"""
+
+import zlib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol
+
+import ml_dtypes
+import numpy as np
+from numpy.typing import NDArray
+
+from cupaged.kernels.launch import SOURCES, Array, Constant, Device, Grid
+
+Arrays = Mapping[str, Array]  # of a case, by name
+Shape = tuple[int, ...]
+DTYPES: dict[str, Any] = {"bf16": ml_dtypes.bfloat16, "f16": np.float16, "float": np.float32}  # by -D ELEMENT
+
+
+class Maker(Protocol):
+    """Makes a case's arrays, all C-contiguous; views of them are taken where they are launched."""
+
+    def normal(self, shape: Shape, dtype: Any = np.float32, spread: float = 1.0) -> Array:
+        """Return random numbers, nearly normal, of standard deviation `spread`."""
+
+    def integers(self, low: int, high: int, shape: Shape) -> Array:
+        """Return random int32 in [low, high)."""
+
+    def unwritten(self, shape: Shape, dtype: Any = np.float32) -> Array:
+        """Return what a kernel is to write: bytes of 0xFF, which are NaN or -1."""
+
+    def array(self, values: NDArray[Any]) -> Array:
+        """Return these values, small ones such as block tables."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Case:
+    """One call of a launch function."""
+
+    name: str  # family, then what sets it apart: "rms_norm-bf16-17x4096"
+    make: Callable[[Maker], dict[str, Array]]
+    launch: Callable[[Device, Arrays], None]
+    outputs: tuple[str, ...]  # the arrays that it writes, workspaces left out
+    variables: Mapping[str, Any]  # of its kernels' data sheets
+    tolerance: float = 0.0  # of an output on a GPU, as a share of the largest magnitude; 0 = the same bits
+    sources: Path = SOURCES  # the folder of its .cu file
+
+
+class HostArrays:
+    """NumPy arrays with contents, the same bits for a name on every platform and NumPy version."""
+
+    def __init__(self, name: str) -> None:
+        self._seed = zlib.crc32(name.encode())
+        self._num_made = 0
+
+    def normal(self, shape: Shape, dtype: Any = np.float32, spread: float = 1.0) -> Array:
+        quarters = self._words(shape).view(np.uint16).reshape(*shape, 4)
+        total = quarters.astype(np.int64).sum(axis=-1) - 2 * 65535
+        return (total * (spread / 37837.2)).astype(np.float32).astype(dtype)  # 37837.2 = 65536 / sqrt(3)
+
+    def integers(self, low: int, high: int, shape: Shape) -> Array:
+        spans = (self._words(shape) >> np.uint64(32)) * np.uint64(high - low)
+        return (low + (spans >> np.uint64(32)).astype(np.int64)).astype(np.int32)
+
+    def unwritten(self, shape: Shape, dtype: Any = np.float32) -> Array:
+        return (
+            np.full((int(np.prod(shape)) * np.dtype(dtype).itemsize,), 0xFF, np.uint8)
+            .view(dtype)
+            .reshape(shape)
+        )
+
+    def array(self, values: NDArray[Any]) -> Array:
+        return np.ascontiguousarray(values)
+
+    def _words(self, shape: Shape) -> NDArray[np.uint64]:
+        """Return raw Philox words, whose stream is fixed, others for each array."""
+        self._num_made += 1
+        key = (self._seed << 32) + self._num_made
+        return np.random.Philox(key=key).random_raw(int(np.prod(shape))).reshape(shape)
+
+
+class ShapeArrays:
+    """NumPy arrays of any size with shape, dtype and strides but one element of memory, to look at only."""
+
+    def normal(self, shape: Shape, dtype: Any = np.float32, spread: float = 1.0) -> Array:  # noqa: ARG002
+        return self.unwritten(shape, dtype)
+
+    def integers(self, low: int, high: int, shape: Shape) -> Array:  # noqa: ARG002
+        return self.unwritten(shape, np.int32)
+
+    def unwritten(self, shape: Shape, dtype: Any = np.float32) -> Array:
+        strides = np.cumprod((np.dtype(dtype).itemsize, *shape[:0:-1]))[::-1]
+        return np.lib.stride_tricks.as_strided(np.zeros(1, dtype), shape, strides.tolist())
+
+    def array(self, values: NDArray[Any]) -> Array:
+        return np.ascontiguousarray(values)
+
+
+class Launch(NamedTuple):
+    """One launch, as a launch function asked for it."""
+
+    file: str
+    kernel: str
+    constants: Mapping[str, Constant]  # -D
+    grid: Grid
+    block: int
+    args: tuple[Any, ...]
+    shared_bytes: int  # dynamic
+
+
+@dataclass
+class RecordingDevice:
+    """launch.Device that runs nothing and notes every launch."""
+
+    launches: list[Launch] = field(default_factory=list)
+
+    def kernel(self, file: str, name: str, **constants: Constant) -> Callable[..., None]:
+        """Return what notes a launch of this kernel."""
+
+        def note(grid: Grid, block: int, args: tuple[Any, ...], shared_bytes: int = 0) -> None:
+            self.launches.append(Launch(file, name, constants, grid, block, args, shared_bytes))
+
+        return note
+
+
+def record(case: Case) -> list[Launch]:
+    """Return the launches of a case; nothing is allocated or run."""
+    device = RecordingDevice()
+    case.launch(device, case.make(ShapeArrays()))
+    return device.launches
