@@ -33,10 +33,10 @@ _CONTINUATION = re.compile(r"^//    +(\S.*)$")
 
 # fmt: off
 _ALLOWED = (
-    ast.Expression, ast.Constant, ast.Name, ast.Load, ast.Store, ast.Call, ast.Subscript, ast.Tuple, ast.IfExp,
+    ast.Expression, ast.Constant, ast.Name, ast.Load, ast.Store, ast.Call, ast.Tuple, ast.IfExp,
     ast.BinOp, ast.Add, ast.Sub, ast.Mult, ast.Div, ast.FloorDiv, ast.Mod, ast.UnaryOp, ast.USub,
     ast.Compare, ast.Eq, ast.NotEq, ast.Lt, ast.LtE, ast.Gt, ast.GtE, ast.BoolOp, ast.And, ast.Or, ast.Not,
-    ast.GeneratorExp, ast.ListComp, ast.comprehension,
+    ast.GeneratorExp, ast.ListComp, ast.comprehension, ast.Subscript,
 )
 # fmt: on
 
