@@ -18,17 +18,42 @@
 constexpr int ROW_STRIDE = HEAD_DIM + 8;
 constexpr float LOG2_E = 1.4426950408889634f;
 
-// How scores become exponents of 2.
+// How scores become exponents of 2: tanh(s * scale / softcap) if there is a softcap, then times factor().
 struct Scores {
   float scale;
   float softcap;  // 0 = off
+
+  DEVICE float factor() const { return (softcap == 0.0f ? scale : softcap) * LOG2_E; }
 };
 
-DEVICE float soften(float score, Scores by) {
-  if (by.softcap == 0.0f) return score * (by.scale * LOG2_E);
-  const float x = score * by.scale / by.softcap;
-  const float e = exp2_approx(-2.0f * LOG2_E * fabsf(x));
-  return copysignf(by.softcap * LOG2_E * __fdividef(1.0f - e, 1.0f + e), x);
+// Call f(row, unit) for each unit of 16 bytes of NUM_ROWS rows [HEAD_DIM], shared among the lanes of a warp so that
+// eight lanes in a row move whole sectors of 32 bytes in global memory, and meet eight groups of banks in shared memory
+// [NUM_ROWS][ROW_STRIDE]. What of a row makes no eight units (head_dim 80 and 96) is taken from 8 / TAIL rows at a time
+// that lie TAIL rows apart: as ROW_STRIDE is an odd number of units, their first ones lie TAIL groups apart.
+template <int NUM_ROWS, class F>
+DEVICE void each_unit(F f) {
+  constexpr int UNITS = HEAD_DIM / 8, TAIL = UNITS % 8;
+  const int lane = threadIdx.x % WARP;
+#pragma unroll
+  for (int row = 0; row < NUM_ROWS; row += 4)
+#pragma unroll
+    for (int unit = 0; unit < UNITS - TAIL; unit += 8) f(row + lane / 8, unit + lane % 8);
+  if constexpr (TAIL > 0) {
+    static_assert(NUM_ROWS * TAIL % WARP == 0 && 8 % TAIL == 0, "whole warps copy the ends of rows");
+    const int first = lane / 8 / TAIL * 8 + lane / 8 % TAIL;  // of the 32 / TAIL rows of a step
+#pragma unroll
+    for (int row = 0; row < NUM_ROWS; row += WARP / TAIL)
+      f(row + first + lane % 8 / TAIL * TAIL, UNITS - TAIL + lane % TAIL);
+  }
+}
+
+// Start copying NUM_ROWS rows [HEAD_DIM], which lie one after the other from `global` on, to shared memory
+// [NUM_ROWS][ROW_STRIDE], by one warp. Rows outside [begin, end) become 0 and are not read, but `global` must be mapped.
+template <int NUM_ROWS>
+DEVICE void copy_rows(T* shared, const T* global, int begin, int end) {
+  each_unit<NUM_ROWS>([=](int row, int unit) {
+    copy_async(shared + row * ROW_STRIDE + unit * 8, global + row * HEAD_DIM + unit * 8, row >= begin && row < end);
+  });
 }
 
 // s = q k^T. q [16 M][ROW_STRIDE] and k [KEYS][ROW_STRIDE] in shared memory.
@@ -59,46 +84,77 @@ DEVICE void score_keys(float (&s)[M][KEYS / 8][4], const T* q, const T* k) {
   }
 }
 
-// Make the scores of the keys [begin, end) (by row, counted from the tile's first) into weights, 0 where a row does not
-// see. m is the rows' running maximum, l this lane's part of their running sums, o their output so far, which all keep up.
+// s = tanh(s * scale / softcap), if there is a softcap.
 template <int M, int KEYS>
-DEVICE void weigh_scores(float (&s)[M][KEYS / 8][4], float (&m)[M][2], float (&l)[M][2], float (&o)[M][HEAD_DIM / 8][4],
-                         const int (&begin)[M][2], const int (&end)[M][2], Scores by) {
-  const int column = threadIdx.x % 4 * 2;
+DEVICE void soften_scores(float (&s)[M][KEYS / 8][4], Scores by) {
+  if (by.softcap == 0.0f) return;
+  const float inner = by.scale / by.softcap;
 #pragma unroll
-  for (int t = 0; t < M; t++) {
-    float top[2] = {m[t][0], m[t][1]};
+  for (int t = 0; t < M; t++)
 #pragma unroll
     for (int n = 0; n < KEYS / 8; n++)
 #pragma unroll
       for (int i = 0; i < 4; i++) {
-        const int key = 8 * n + column + i % 2;
-        const bool seen = key >= begin[t][i / 2] && key < end[t][i / 2];
-        s[t][n][i] = seen ? soften(s[t][n][i], by) : MINUS_INFINITY;
-        top[i / 2] = fmaxf(top[i / 2], s[t][n][i]);
+        const float x = s[t][n][i] * inner;
+        const float e = exp2_approx(-2.0f * LOG2_E * fabsf(x));
+        s[t][n][i] = copysignf(__fdividef(1.0f - e, 1.0f + e), x);
       }
+}
+
+// Take away the scores that a row does not see: it sees the `window` keys before its `end`, counted from the first key.
+template <int M, int KEYS>
+DEVICE void mask_scores(float (&s)[M][KEYS / 8][4], const int (&end)[M][2], int window) {
+  const int column = threadIdx.x % 4 * 2;
+#pragma unroll
+  for (int t = 0; t < M; t++)
+#pragma unroll
+    for (int n = 0; n < KEYS / 8; n++)
+#pragma unroll
+      for (int i = 0; i < 4; i++) {
+        const int distance = end[t][i / 2] - 1 - (8 * n + column + i % 2);  // from key to query
+        if (distance < 0 || distance >= window) s[t][n][i] = MINUS_INFINITY;
+      }
+}
+
+// Make scores into weights 2^(s * factor - m). m is the rows' running maximum of s * factor, l this lane's part of
+// their running sums, o their output so far, which all keep up. A row that sees none of the keys keeps its bits: where
+// m stays, `keep` is exactly 1. fmaf is spelt out so that every copy of this code rounds alike.
+template <int M, int KEYS>
+DEVICE void weigh_scores(float (&s)[M][KEYS / 8][4], float (&m)[M][2], float (&l)[M][2], float (&o)[M][HEAD_DIM / 8][4],
+                         float factor) {
+  float keep[M][2];
+  bool moved = false;
+#pragma unroll
+  for (int t = 0; t < M; t++)
 #pragma unroll
     for (int row = 0; row < 2; row++) {
-      top[row] = fmaxf(top[row], __shfl_xor_sync(ALL_LANES, top[row], 1));
-      top[row] = fmaxf(top[row], __shfl_xor_sync(ALL_LANES, top[row], 2));
-      const float base = top[row] == MINUS_INFINITY ? 0.0f : top[row];  // -inf minus -inf would be no number
-      const float keep = exp2_approx(m[t][row] - base);
-      m[t][row] = top[row];
-      l[t][row] *= keep;
+      float top = MINUS_INFINITY;
+#pragma unroll
+      for (int n = 0; n < KEYS / 8; n++) top = fmaxf(top, fmaxf(s[t][n][2 * row], s[t][n][2 * row + 1]));
+      top = fmaxf(top, __shfl_xor_sync(ALL_LANES, top, 1));
+      top = fmaxf(top, __shfl_xor_sync(ALL_LANES, top, 2));
+      const float last = m[t][row];
+      m[t][row] = fmaxf(last, top * factor);
+      const float base = m[t][row] == MINUS_INFINITY ? 0.0f : m[t][row];  // -inf minus -inf would be no number
+      keep[t][row] = exp2_approx(last - base);
+      moved |= keep[t][row] != 1.0f;
+      float sum = 0.0f;
 #pragma unroll
       for (int n = 0; n < KEYS / 8; n++)
 #pragma unroll
         for (int i = 2 * row; i < 2 * row + 2; i++) {
-          s[t][n][i] = exp2_approx(s[t][n][i] - base);
-          l[t][row] += s[t][n][i];
+          s[t][n][i] = exp2_approx(fmaf(s[t][n][i], factor, -base));
+          sum += s[t][n][i];
         }
-#pragma unroll
-      for (int n = 0; n < HEAD_DIM / 8; n++) {
-        o[t][n][2 * row] *= keep;
-        o[t][n][2 * row + 1] *= keep;
-      }
+      l[t][row] = fmaf(l[t][row], keep[t][row], sum);
     }
-  }
+  if (!__any_sync(ALL_LANES, moved)) return;  // most often: the maximum of a long row is found early
+#pragma unroll
+  for (int t = 0; t < M; t++)
+#pragma unroll
+    for (int n = 0; n < HEAD_DIM / 8; n++)
+#pragma unroll
+      for (int i = 0; i < 4; i++) o[t][n][i] *= keep[t][i / 2];
 }
 
 // o += s v. v [KEYS][ROW_STRIDE] in shared memory; what no row sees must be finite there, for 0 times it is added.
