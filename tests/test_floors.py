@@ -56,6 +56,10 @@ FLOORS = {
     "2 seam": Floor(("cupaged.backend.base",), (*GROUND, "cupaged.backend.cpu"), ("numpy",)),
     "2 scheduler": Floor(("cupaged.scheduler",), (*GROUND, "cupaged.jit"), ("numpy",)),
     "1 kernels": Floor(("cupaged.kernels",), ("cupaged.jit",), ("numpy", "numba", "llvmlite", "ml_dtypes")),
+    # What meets a GPU imports nothing that is slow to import, so that a compiler needs no Numba.
+    "1 kernels, launch": Floor(("cupaged.kernels.launch",)),
+    "1 kernels, compile": Floor(("cupaged.kernels.compile",), ("cupaged.paths",)),
+    "1 kernels, NVRTC": Floor(("cupaged.kernels.nvrtc",), (), ("cuda.pathfinder",)),
     "0 ground": Floor(GROUND, GROUND, ("numpy",)),
     "0 ground, Numba": Floor(NUMBA, (*NUMBA, "cupaged.paths"), ("numba", "llvmlite")),
     "0 ground, hub": Floor(("cupaged.hub",), (), ("huggingface_hub",)),
