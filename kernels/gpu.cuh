@@ -147,6 +147,8 @@ struct Element<f16> {
 template <class T>
 constexpr int PER_16_BYTES = 16 / sizeof(T);  // elements
 
+DEVICE uint4 read16(const void* p) { return *static_cast<const uint4*>(p); }  // also of what this thread writes later
+
 #if defined(ELEMENT)
 using T = ELEMENT;  // the type that a kernel is compiled for: bf16, f16 or float
 #endif
@@ -193,16 +195,16 @@ DEVICE float warp_max(float x) {
   return x;
 }
 
-// Sum over a block of THREADS, a multiple of 32; every thread gets it.
-template <int THREADS>
+// Sum over a block of SIZE threads, a multiple of 32; every thread gets it.
+template <int SIZE>
 DEVICE float block_sum(float x) {
-  SHARED_ARRAY(float, sums, [THREADS / WARP]);
+  SHARED_ARRAY(float, sums, [SIZE / WARP]);
   x = warp_sum(x);
   if (threadIdx.x % WARP == 0) sums[threadIdx.x / WARP] = x;
   __syncthreads();
   float total = 0.0f;
 #pragma unroll
-  for (int w = 0; w < THREADS / WARP; w++) total += sums[w];
+  for (int w = 0; w < SIZE / WARP; w++) total += sums[w];
   __syncthreads();  // sums may be used again from here
   return total;
 }

@@ -76,3 +76,21 @@ def element_type(array: Array) -> str:
 def ceil_div(a: int, b: int) -> int:
     """Return a / b, rounded up."""
     return -(-a // b)
+
+
+def row_units(x: Array, name: str) -> int:
+    """Return the 16-byte units of a row of x [n, size]; ValueError if rows cannot be moved by such units."""
+    itemsize = x.dtype.itemsize
+    if x.shape[1] * itemsize % 16:
+        raise ValueError(
+            f"{name} is {x.shape[1]}, but CUDA kernels take rows by 16 bytes and so need a multiple of "
+            f"{16 // itemsize} in {x.dtype}; use device='cpu' for this model"
+        )
+    assert x.strides[1] == itemsize, f"{name}: elements of a row are {x.strides[1]} bytes apart"
+    assert x.strides[0] % 16 == 0, f"{name}: rows are {x.strides[0]} bytes apart"
+    return int(x.shape[1]) * int(itemsize) // 16
+
+
+def row_stride(x: Array) -> int:
+    """Return the elements from row to row of x."""
+    return int(x.strides[0]) // int(x.dtype.itemsize)

@@ -5,6 +5,10 @@ from typing import Any
 import numpy as np
 
 from cupaged.jit import njit, prange
+from cupaged.kernels.launch import Array, Device, element_type, row_stride, row_units
+
+MAX_THREADS = 512  # of a block, which has one row
+HELD = 2  # 16-byte units of a row that each thread keeps in registers
 
 
 @njit(fastmath={"reassoc", "nsz", "contract"})
@@ -16,21 +20,57 @@ def inverse_rms(x: Any, eps: Any) -> Any:
     return np.float32(1.0) / np.sqrt(total / np.float32(x.shape[0]) + eps)
 
 
-@njit(signatures=["void(f4[:,::1],f4[::1],f4,f4[:,::1])"], parallel=True)
-def rms_norm_cpu(x: Any, weight: Any, eps: Any, out: Any) -> None:
-    """Set out to x * weight / rms(x), by rows. x, out [n, hidden]."""
+@njit(signatures=["void(f4[:,::1],f4[::1],f4,f4[:,::1],f4)"], parallel=True)
+def rms_norm_cpu(x: Any, weight: Any, eps: Any, out: Any, weight_offset: Any) -> None:
+    """Set out to x / rms(x) * (weight_offset + weight), by rows. x, out [n, hidden]; the offset is 0 or 1."""
     for i in prange(x.shape[0]):
         scale = inverse_rms(x[i], eps)
         for j in range(x.shape[1]):
-            out[i, j] = x[i, j] * scale * weight[j]
+            out[i, j] = x[i, j] * scale * (weight_offset + weight[j])
 
 
-@njit(signatures=["void(f4[:,::1],f4[::1],f4,f4[:,::1],f4[:,::1])"], parallel=True)
-def add_rms_norm_cpu(x: Any, weight: Any, eps: Any, residual: Any, out: Any) -> None:
+def rms_norm_cuda(
+    device: Device, x: Array, weight: Array, eps: float, out: Array, *, weight_offset: float = 0.0
+) -> None:
+    """Set out to x / rms(x) * (weight_offset + weight), by rows. x, out T[n, hidden], weight T[hidden]."""
+    kernel, threads = _kernel(device, "rms_norm", x, out)
+    args = (out, x, weight, x.shape[1], row_stride(x), eps, weight_offset)
+    kernel((x.shape[0], 1, 1), threads, args)
+
+
+@njit(signatures=["void(f4[:,::1],f4[::1],f4,f4[:,::1],f4[:,::1],f4)"], parallel=True)
+def add_rms_norm_cpu(x: Any, weight: Any, eps: Any, residual: Any, out: Any, weight_offset: Any) -> None:
     """Do residual += x, then set out to the norm of residual."""
     for i in prange(x.shape[0]):
         for j in range(x.shape[1]):
             residual[i, j] += x[i, j]
         scale = inverse_rms(residual[i], eps)
         for j in range(x.shape[1]):
-            out[i, j] = residual[i, j] * scale * weight[j]
+            out[i, j] = residual[i, j] * scale * (weight_offset + weight[j])
+
+
+def add_rms_norm_cuda(
+    device: Device,
+    x: Array,
+    weight: Array,
+    eps: float,
+    residual: Array,
+    out: Array,
+    *,
+    weight_offset: float = 0.0,
+) -> None:
+    """Do residual += x, rounded to T, then set out to the norm of residual."""
+    assert residual.strides == out.strides, "residual has other strides than out"
+    kernel, threads = _kernel(device, "add_rms_norm", x, out)
+    args = (out, residual, x, weight, x.shape[1], row_stride(x), eps, weight_offset)
+    kernel((x.shape[0], 1, 1), threads, args)
+
+
+def _kernel(device: Device, name: str, x: Array, out: Array) -> tuple[Any, int]:
+    """Return the kernel for rows of x, and its threads a block: the fewest that hold a row, to a limit."""
+    assert out.strides[0] == out.shape[1] * out.dtype.itemsize, "out is not contiguous"
+    num_units = row_units(x, "hidden_size")
+    threads = 64
+    while threads < MAX_THREADS and threads * HELD < num_units:
+        threads *= 2
+    return device.kernel("rms_norm", name, ELEMENT=element_type(x), THREADS=threads), threads

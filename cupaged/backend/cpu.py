@@ -126,9 +126,9 @@ class CpuBackend:
         """Return norm(x), or do residual += x and return norm(residual)."""
         out = self._arena.take(x.shape, np.float32)
         if residual is None:
-            self._run(rms_norm.rms_norm_cpu, x, weight, eps, out)
+            self._run(rms_norm.rms_norm_cpu, x, weight, eps, out, 0.0)
         else:
-            self._run(rms_norm.add_rms_norm_cpu, x, weight, eps, residual, out)
+            self._run(rms_norm.add_rms_norm_cpu, x, weight, eps, residual, out, 0.0)
         return out
 
     def rope_kv_write(

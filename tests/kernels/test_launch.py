@@ -6,7 +6,15 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from cupaged.kernels.launch import SOURCES, Parameter, ceil_div, element_type, parameters
+from cupaged.kernels.launch import (
+    SOURCES,
+    Parameter,
+    ceil_div,
+    element_type,
+    parameters,
+    row_stride,
+    row_units,
+)
 
 SOURCE = """
 // two.cu: KERNEL(32) commented(int x) { is none.
@@ -59,3 +67,15 @@ def test_dtypes_have_the_names_that_kernels_use() -> None:
 
 def test_ceil_div_rounds_up() -> None:
     assert [ceil_div(n, 16) for n in (0, 1, 16, 17)] == [0, 1, 1, 2]
+
+
+def test_rows_are_counted_in_units_of_16_bytes_at_their_own_stride() -> None:
+    x = np.zeros((3, 40), np.float16)[:, :24]
+
+    assert row_units(x, "size") == 3
+    assert row_stride(x) == 40
+
+
+def test_row_of_odd_bytes_is_an_error_that_names_size_and_remedy() -> None:
+    with pytest.raises(ValueError, match=r"size is 9, .* multiple of 4 in float32; use device='cpu'"):
+        row_units(np.zeros((3, 9), np.float32), "size")
