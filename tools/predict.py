@@ -1,0 +1,79 @@
+"""How long a launch takes on a GPU: the roofline, and a prediction. Neither is a measurement.
+
+Roofline: the longer of what the datasheet says HBM needs for the bytes, each counted once, and the tensor
+cores (or, for a kernel without mma.sync, the fp32 lanes) for the sheet's FLOPs.
+
+Prediction: LAUNCH, a first round trip to HBM (a table, a length), then one wave of blocks after the other, as
+many as fit on the chip at once, the last one fewer. A wave lasts at least a round trip, and as long as the
+slowest of these on the SM with most blocks:
+  HBM     bytes counted once (all, if what a wave reads again is more than half of L2), at copy bandwidth
+  L2      all bytes that warps request, at L2 bandwidth; this and HBM at most at bytes under way / latency
+  tensor  mma.sync's FLOPs as executed, tiles and padding included, at the rate that FlashAttention-2 attains
+  shared  wavefronts, bank conflicts included, one a clock
+  fp32    the sheet's FLOPs at half the peak, in kernels without mma.sync
+The emulator counts executed FLOPs, wavefronts and cp.async bytes under way at a smaller shape; they scale with
+the sheet's FLOPs and bytes. Blocks count as equally long.
+"""
+
+from dataclasses import dataclass
+
+from tools.gpu_specs import Gpu, blocks_per_sm
+
+LAUNCH = 2.0e-6  # s from one kernel's end to the next one's start in a graph; assumed
+HBM_LATENCY = 0.7e-6  # s, under load; assumed
+L2_LATENCY = 0.3e-6  # s, under load; assumed
+LOADS_UNDER_WAY = 32  # bytes of a thread without cp.async, two 16-byte loads; assumed
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Work:
+    """What one launch does, all blocks together unless it says a block."""
+
+    blocks: int
+    threads: int  # a block
+    registers: int  # a thread
+    shared_bytes: int  # a block, static and dynamic
+    num_bytes: int  # that warps request of global memory
+    unique_bytes: int  # of them, each counted once
+    flops: int
+    mma_flops: float = 0.0  # as executed, 0 = the kernel has none
+    wavefronts: float = 0.0
+    copy_bytes: int = 0  # of cp.async under way, a block
+
+
+def roofline(work: Work, gpu: Gpu) -> float:
+    """Return the seconds that no kernel for this work can beat."""
+    peak = gpu.tensor_flops if work.mma_flops else gpu.fp32_flops
+    return max(work.unique_bytes / gpu.bandwidth, work.flops / peak)
+
+
+def predict(work: Work, gpu: Gpu) -> float:
+    """Return the seconds that a launch is predicted to take."""
+    held = blocks_per_sm(gpu.arch, work.threads, work.registers, work.shared_bytes)
+    if not held:
+        raise ValueError(
+            f"a block of {work.threads} threads with {work.registers} registers each and {work.shared_bytes} "
+            f"bytes of shared memory does not fit on an SM of {gpu.arch}"
+        )
+    full, rest = divmod(work.blocks, held * gpu.num_sms)
+    waves = full * _wave(work, gpu, held * gpu.num_sms) + (_wave(work, gpu, rest) if rest else 0.0)
+    return LAUNCH + HBM_LATENCY + waves
+
+
+def _wave(work: Work, gpu: Gpu, blocks: int) -> float:
+    """Return the seconds of `blocks` blocks that run together."""
+    part = blocks / work.blocks
+    fullest = -(-blocks // gpu.num_sms) / work.blocks  # the share of all work on the SM with most blocks
+    under_way = blocks * max(work.copy_bytes, LOADS_UNDER_WAY * work.threads)
+    rereads_hit = part * work.unique_bytes <= gpu.l2_bytes / 2
+    hbm_bytes = work.unique_bytes if rereads_hit else work.num_bytes
+    mma_rate = gpu.tensor_flops * gpu.attention_share / gpu.num_sms
+    fp32_rate = gpu.fp32_flops / 2 / gpu.num_sms
+    return max(
+        HBM_LATENCY,
+        part * hbm_bytes / min(gpu.copy_bandwidth, under_way / HBM_LATENCY),
+        part * work.num_bytes / min(gpu.l2_bandwidth, under_way / L2_LATENCY),
+        fullest * work.mma_flops / mma_rate,
+        fullest * work.wavefronts / gpu.clock,
+        0.0 if work.mma_flops else fullest * work.flops / fp32_rate,
+    )
