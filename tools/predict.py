@@ -11,8 +11,8 @@ slowest of these on the SM with most blocks:
   tensor  mma.sync's FLOPs as executed, tiles and padding included, at the rate that FlashAttention-2 attains
   shared  wavefronts, bank conflicts included, one a clock
   fp32    the sheet's FLOPs at half the peak, in kernels without mma.sync
-The emulator counts executed FLOPs, wavefronts and cp.async bytes under way at a smaller shape; they scale with
-the sheet's FLOPs and bytes. Blocks count as equally long.
+Executed FLOPs, wavefronts and cp.async bytes under way are counted by the emulator at a smaller shape, and
+scale with the sheet's FLOPs and bytes. Blocks count as equally long.
 """
 
 from dataclasses import dataclass
