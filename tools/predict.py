@@ -16,6 +16,7 @@ scale with the sheet's FLOPs and bytes. Blocks count as equally long.
 """
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from tools.gpu_specs import Gpu, blocks_per_sm
 
@@ -47,8 +48,15 @@ def roofline(work: Work, gpu: Gpu) -> float:
     return max(work.unique_bytes / gpu.bandwidth, work.flops / peak)
 
 
-def predict(work: Work, gpu: Gpu) -> float:
-    """Return the seconds that a launch is predicted to take."""
+class Prediction(NamedTuple):
+    """How long, and because of what."""
+
+    seconds: float
+    limit: str  # of a full wave: HBM, L2, tensor, shared, fp32, or latency
+
+
+def predict(work: Work, gpu: Gpu) -> Prediction:
+    """Return what a launch is predicted to take."""
     held = blocks_per_sm(gpu.arch, work.threads, work.registers, work.shared_bytes)
     if not held:
         raise ValueError(
@@ -56,12 +64,16 @@ def predict(work: Work, gpu: Gpu) -> float:
             f"bytes of shared memory does not fit on an SM of {gpu.arch}"
         )
     full, rest = divmod(work.blocks, held * gpu.num_sms)
-    waves = full * _wave(work, gpu, held * gpu.num_sms) + (_wave(work, gpu, rest) if rest else 0.0)
-    return LAUNCH + HBM_LATENCY + waves
+    seconds, limit = _wave(work, gpu, held * gpu.num_sms if full else rest)
+    if full and rest:
+        seconds = full * seconds + _wave(work, gpu, rest).seconds
+    elif full:
+        seconds *= full
+    return Prediction(LAUNCH + HBM_LATENCY + seconds, limit)
 
 
-def _wave(work: Work, gpu: Gpu, blocks: int) -> float:
-    """Return the seconds of `blocks` blocks that run together."""
+def _wave(work: Work, gpu: Gpu, blocks: int) -> Prediction:
+    """Return the time of `blocks` blocks that run together."""
     part = blocks / work.blocks
     fullest = -(-blocks // gpu.num_sms) / work.blocks  # the share of all work on the SM with most blocks
     under_way = blocks * max(work.copy_bytes, LOADS_UNDER_WAY * work.threads)
@@ -69,11 +81,17 @@ def _wave(work: Work, gpu: Gpu, blocks: int) -> float:
     hbm_bytes = work.unique_bytes if rereads_hit else work.num_bytes
     mma_rate = gpu.tensor_flops * gpu.attention_share / gpu.num_sms
     fp32_rate = gpu.fp32_flops / 2 / gpu.num_sms
-    return max(
-        HBM_LATENCY,
-        part * hbm_bytes / min(gpu.copy_bandwidth, under_way / HBM_LATENCY),
-        part * work.num_bytes / min(gpu.l2_bandwidth, under_way / L2_LATENCY),
-        fullest * work.mma_flops / mma_rate,
-        fullest * work.wavefronts / gpu.clock,
-        0.0 if work.mma_flops else fullest * work.flops / fp32_rate,
-    )
+    times = {
+        "latency": max(
+            HBM_LATENCY,
+            part * hbm_bytes * HBM_LATENCY / under_way,
+            part * work.num_bytes * L2_LATENCY / under_way,
+        ),
+        "HBM": part * hbm_bytes / gpu.copy_bandwidth,
+        "L2": part * work.num_bytes / gpu.l2_bandwidth,
+        "tensor": fullest * work.mma_flops / mma_rate,
+        "shared": fullest * work.wavefronts / gpu.clock,
+        "fp32": 0.0 if work.mma_flops else fullest * work.flops / fp32_rate,
+    }
+    limit = max(times, key=times.__getitem__)
+    return Prediction(times[limit], limit)

@@ -2,7 +2,7 @@ from dataclasses import replace
 
 import pytest
 
-from tools.gpu_specs import A100, H100, H200, blocks_per_sm, occupancy
+from tools.gpu_specs import A100, H100, H200, Gpu, blocks_per_sm, occupancy
 from tools.predict import LAUNCH, Work, predict, roofline
 
 # 10,000 blocks that stream a GB with plenty under way.
@@ -15,6 +15,10 @@ STREAM = Work(
     unique_bytes=1_000_000_000,
     flops=1_000_000_000,
 )
+
+
+def seconds(work: Work, gpu: Gpu = H200) -> float:
+    return predict(work, gpu).seconds
 
 
 @pytest.mark.parametrize(
@@ -45,25 +49,25 @@ def test_a_stream_takes_what_copying_takes() -> None:
     for gpu in (A100, H100, H200):
         copied = STREAM.num_bytes / gpu.copy_bandwidth
 
-        assert copied < predict(STREAM, gpu) < 1.05 * copied
+        assert copied < seconds(STREAM, gpu) < 1.05 * copied
         assert roofline(STREAM, gpu) == STREAM.num_bytes / gpu.bandwidth
 
 
 def test_few_blocks_cannot_use_the_bandwidth() -> None:
     few = replace(STREAM, blocks=10)
 
-    assert predict(few, H200) > 10 * predict(STREAM, H200)
-    assert predict(replace(few, copy_bytes=32 * 1024), H200) < predict(few, H200) / 3
+    assert seconds(few) > 10 * seconds(STREAM)
+    assert seconds(replace(few, copy_bytes=32 * 1024)) < seconds(few) / 3
 
 
 def test_what_is_read_again_costs_hbm_time_only_if_l2_cannot_keep_it() -> None:
     small = replace(STREAM, unique_bytes=10_000_000)
     again = replace(small, num_bytes=small.unique_bytes)
 
-    assert predict(small, H200) < STREAM.num_bytes / H200.copy_bandwidth
-    assert predict(small, H200) > predict(again, H200)
-    assert predict(replace(STREAM, num_bytes=2_000_000_000, blocks=100), H200) > 1.9 * predict(
-        replace(STREAM, blocks=100), H200
+    assert seconds(small) < STREAM.num_bytes / H200.copy_bandwidth
+    assert seconds(small) > seconds(again)
+    assert seconds(replace(STREAM, num_bytes=2_000_000_000, blocks=100)) > 1.9 * seconds(
+        replace(STREAM, blocks=100)
     )
 
 
@@ -71,8 +75,8 @@ def test_the_last_wave_costs_as_much_as_its_fullest_sm() -> None:
     heavy = replace(STREAM, shared_bytes=200 * 1024, mma_flops=1e12, blocks=H200.num_sms)
     rate = H200.tensor_flops * H200.attention_share
 
-    one_wave = predict(heavy, H200)
-    two_waves = predict(replace(heavy, blocks=H200.num_sms + 1, mma_flops=1e12 * (1 + 1 / 132)), H200)
+    one_wave = seconds(heavy)
+    two_waves = seconds(replace(heavy, blocks=H200.num_sms + 1, mma_flops=1e12 * (1 + 1 / 132)))
 
     assert one_wave == pytest.approx(1e12 / rate, rel=0.01)
     assert two_waves == pytest.approx(2 * 1e12 / rate, rel=0.01)
@@ -81,15 +85,30 @@ def test_the_last_wave_costs_as_much_as_its_fullest_sm() -> None:
 def test_bank_conflicts_are_in_the_prediction() -> None:
     clean = replace(STREAM, wavefronts=STREAM.num_bytes / 128)
 
-    assert predict(replace(clean, wavefronts=32 * clean.wavefronts), H200) > 4 * predict(clean, H200)
+    assert seconds(replace(clean, wavefronts=32 * clean.wavefronts)) > 4 * seconds(clean)
 
 
 def test_nothing_is_faster_than_its_launch_and_two_round_trips() -> None:
     tiny = replace(STREAM, blocks=1, num_bytes=32, unique_bytes=32, flops=0)
 
-    assert LAUNCH < predict(tiny, A100) < 5e-6
+    assert LAUNCH < seconds(tiny, A100) < 5e-6
 
 
 def test_a_block_that_does_not_fit_is_an_error() -> None:
     with pytest.raises(ValueError, match="does not fit on an SM of sm_80"):
         predict(replace(STREAM, shared_bytes=200 * 1024), A100)
+
+
+@pytest.mark.parametrize(
+    ("work", "limit"),
+    [
+        (STREAM, "HBM"),
+        (replace(STREAM, blocks=10), "latency"),
+        (replace(STREAM, unique_bytes=1_000_000), "L2"),
+        (replace(STREAM, mma_flops=1e12), "tensor"),
+        (replace(STREAM, wavefronts=1e9), "shared"),
+        (replace(STREAM, flops=10**12), "fp32"),
+    ],
+)
+def test_the_limit_is_named(work: Work, limit: str) -> None:
+    assert predict(work, H200).limit == limit
