@@ -21,6 +21,22 @@ Shape = tuple[int, ...]
 DTYPES: dict[str, Any] = {"bf16": ml_dtypes.bfloat16, "f16": np.float16, "float": np.float32}  # by -D ELEMENT
 
 
+class Tolerance(NamedTuple):
+    """How far a result may be from the emulator's: relative * magnitude + absolute."""
+
+    relative: float
+    absolute: float
+
+
+EXACT = Tolerance(0.0, 0.0)
+# One unit in the last place of T: what float32 results that differ in their last bits can be rounded to.
+ROUNDED = {
+    "bf16": Tolerance(2**-7, 2**-20),
+    "f16": Tolerance(2**-10, 2**-20),
+    "float": Tolerance(2**-18, 2**-20),
+}
+
+
 class Maker(Protocol):
     """Makes a case's arrays, all C-contiguous; views of them are taken where they are launched."""
 
@@ -46,7 +62,7 @@ class Case:
     launch: Callable[[Device, Arrays], None]
     outputs: tuple[str, ...]  # the arrays that it writes, workspaces left out
     variables: Mapping[str, Any]  # of its kernels' data sheets
-    tolerance: float = 0.0  # of an output on a GPU, as a share of the largest magnitude; 0 = the same bits
+    tolerance: Tolerance = EXACT  # of outputs that are floats, on a GPU against the emulator
     sources: Path = SOURCES  # the folder of its .cu file
 
 

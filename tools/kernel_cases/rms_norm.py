@@ -2,11 +2,11 @@
 
 from cupaged.kernels.launch import Array, Device
 from cupaged.kernels.rms_norm import add_rms_norm_cuda, rms_norm_cuda
-from tools.kernel_cases.case import DTYPES, Arrays, Case, Maker
+from tools.kernel_cases.case import DTYPES, ROUNDED, Arrays, Case, Maker
 
 
-def rms_norm(element: str, num_rows: int, hidden_size: int) -> Case:
-    """Return the norm of num_rows rows alone."""
+def rms_norm(element: str, num_rows: int, hidden_size: int, *, weight_offset: float = 0.0) -> Case:
+    """Return the norm of some rows."""
 
     def make(maker: Maker) -> dict[str, Array]:
         return {
@@ -16,20 +16,21 @@ def rms_norm(element: str, num_rows: int, hidden_size: int) -> Case:
         }
 
     def launch(device: Device, arrays: Arrays) -> None:
-        rms_norm_cuda(device, arrays["x"], arrays["weight"], 1e-5, arrays["out"])
+        x, weight, out = (arrays[name] for name in ("x", "weight", "out"))
+        rms_norm_cuda(device, x, weight, 1e-5, out, weight_offset=weight_offset)
 
     return Case(
-        name=f"rms_norm-{element}-{num_rows}x{hidden_size}",
+        name=f"rms_norm-{element}-{num_rows}x{hidden_size}" + ("-offset" if weight_offset else ""),
         make=make,
         launch=launch,
         outputs=("out",),
         variables={"num_rows": num_rows, "hidden_size": hidden_size},
-        tolerance=2**-8,
+        tolerance=ROUNDED[element],
     )
 
 
 def add_rms_norm(element: str, num_rows: int, hidden_size: int) -> Case:
-    """Return the norm with the residual add in front of it."""
+    """Return the norm behind the addition to the residual stream."""
 
     def make(maker: Maker) -> dict[str, Array]:
         return {
@@ -40,7 +41,8 @@ def add_rms_norm(element: str, num_rows: int, hidden_size: int) -> Case:
         }
 
     def launch(device: Device, arrays: Arrays) -> None:
-        add_rms_norm_cuda(device, arrays["x"], arrays["weight"], 1e-5, arrays["residual"], out=arrays["out"])
+        x, weight, residual, out = (arrays[name] for name in ("x", "weight", "residual", "out"))
+        add_rms_norm_cuda(device, x, weight, 1e-5, residual, out)
 
     return Case(
         name=f"add_rms_norm-{element}-{num_rows}x{hidden_size}",
@@ -48,14 +50,19 @@ def add_rms_norm(element: str, num_rows: int, hidden_size: int) -> Case:
         launch=launch,
         outputs=("residual", "out"),
         variables={"num_rows": num_rows, "hidden_size": hidden_size},
-        tolerance=2**-8,
+        tolerance=ROUNDED[element],
     )
 
 
 GOLDENS = [
-    rms_norm("bf16", 5, 96),
-    rms_norm("float", 3, 1000),
-    add_rms_norm("f16", 3, 576),
+    rms_norm("bf16", 3, 576),
+    rms_norm("f16", 2, 1096, weight_offset=1.0),
+    rms_norm("float", 2, 20),
+    add_rms_norm("bf16", 3, 576),
 ]
-TIMED = [rms_norm("bf16", 256, 4096), add_rms_norm("bf16", 8192, 4096)]
-INSTANCES = [add_rms_norm(element, 1, 4096) for element in DTYPES]
+TRAFFIC = [rms_norm("bf16", 8, 4096), add_rms_norm("bf16", 8, 4096), add_rms_norm("float", 3, 1096)]
+TIMED = [rms_norm("bf16", 256, 4096), add_rms_norm("bf16", 256, 4096), add_rms_norm("bf16", 8192, 4096)]
+INSTANCES = [
+    *(add_rms_norm("bf16", 1, hidden_size) for hidden_size in (576, 2048, 8192)),
+    *(add_rms_norm(element, 1, 4096) for element in ("f16", "float")),
+]
