@@ -7,11 +7,11 @@ TIMED     as large as in use; what tools/gpu_check times beside kernel_report's 
 INSTANCES never run; with the others they name each set of constants that the compile gate compiles
 """
 
-from tools.kernel_cases import rms_norm
+from tools.kernel_cases import paged_decode, rms_norm
 from tools.kernel_cases.case import Case
 from tools.kernel_cases.probe import PROBES
 
-FAMILIES = (rms_norm,)
+FAMILIES = (rms_norm, paged_decode)
 
 GOLDENS: list[Case] = [case for family in FAMILIES for case in family.GOLDENS]
 TRAFFIC: list[Case] = [case for family in FAMILIES for case in family.TRAFFIC]

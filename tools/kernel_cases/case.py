@@ -52,6 +52,9 @@ class Maker(Protocol):
     def array(self, values: NDArray[Any]) -> Array:
         """Return these values, small ones such as block tables."""
 
+    def cache(self, shape: Shape, dtype: Any, used: NDArray[np.bool_]) -> Array:
+        """Return a KV cache of random numbers; slots not in used [num_blocks, block_size] may hold NaN."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Case:
@@ -92,6 +95,9 @@ class HostArrays:
     def array(self, values: NDArray[Any]) -> Array:
         return np.ascontiguousarray(values)
 
+    def cache(self, shape: Shape, dtype: Any, used: NDArray[np.bool_]) -> Array:
+        return np.where(used[:, None, None, None, :, None], self.normal(shape), np.nan).astype(dtype)
+
     def _words(self, shape: Shape) -> NDArray[np.uint64]:
         """Return raw Philox words, whose stream is fixed, others for each array."""
         self._num_made += 1
@@ -114,6 +120,9 @@ class ShapeArrays:
 
     def array(self, values: NDArray[Any]) -> Array:
         return np.ascontiguousarray(values)
+
+    def cache(self, shape: Shape, dtype: Any, used: NDArray[np.bool_]) -> Array:  # noqa: ARG002
+        return self.unwritten(shape, dtype)
 
 
 class Launch(NamedTuple):
