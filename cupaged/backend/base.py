@@ -109,7 +109,7 @@ class Backend(Protocol):
     def rope_kv_write(
         self,
         q: Array,  # [num_tokens, num_heads, head_dim], rotated in place
-        k: Array,  # [num_tokens, num_kv_heads, head_dim]
+        k: Array,  # [num_tokens, num_kv_heads, head_dim], undefined afterwards
         v: Array,
         kv: KVCacheView,
         batch: Batch,

@@ -17,13 +17,24 @@ from cupaged.backend.host_memory import available_memory
 from cupaged.batch import Batch
 from cupaged.config import ModelConfig
 from cupaged.jit import specialize
-from cupaged.kernels import linear, logprobs, paged_attention, rms_norm, rope_kv_write, rows, sample, silu_mul
+from cupaged.kernels import (
+    adjust_logits,
+    linear,
+    logprobs,
+    paged_attention,
+    rms_norm,
+    rope_kv_write,
+    rows,
+    sample,
+    silu_mul,
+)
 from cupaged.kernels.linear import PackedLinear
-from cupaged.kernels.tree import BLOCK
 from cupaged.threads import ParallelRunner
 
 _KV_DTYPES = {"float32": np.float32, "float16": np.float32, "bfloat16": ml_dtypes.bfloat16}
 _NONE = np.empty(0, np.float32)
+_NO_IDS = np.empty(0, np.int32)
+_NO_COUNTS = np.empty((0, 0), np.int32)
 
 
 def _float_rows(parts: Sequence[NDArray[Any]], first: int, last: int) -> NDArray[np.float32]:
@@ -143,10 +154,10 @@ class CpuBackend:
         k_norm: Array | None = None,
         eps: float = 0.0,
     ) -> None:
-        """Norm and rotate q and k in place, write k and v to their slots."""
+        """Norm and rotate q and k, write k and v to their slots."""
         norms = (_NONE if q_norm is None else q_norm, _NONE if k_norm is None else k_norm)
         place = (_words(kv.pool), kv.layer, batch.positions, batch.slot_mapping)
-        self._run(rope_kv_write.rope_kv_write_cpu, q, k, v, *place, cos_sin, *norms, eps)
+        self._run(rope_kv_write.rope_kv_write_cpu, q, k, v, *place, cos_sin, *norms, eps, 0.0, False)
 
     def paged_attention(
         self,
@@ -188,22 +199,16 @@ class CpuBackend:
     def sample(self, logits: Array, batch: Batch, first: int, token_ids: Array) -> None:
         """Set token_ids of the sequences that sample in these rows."""
         where = slice(first, first + logits.shape[0])
+        rows = (batch.logit_seq[where], batch.logit_target[where])
+        if self._arena.measuring or batch.banned.size:
+            adjusted = self._arena.take(logits.shape, np.float32)
+            none = (batch.rows, _NO_COUNTS, _NONE, _NONE, _NONE, _NO_IDS, _NO_IDS, _NONE)
+            bans = (batch.banned_start, batch.banned)
+            self._run(adjust_logits.adjust_logits_cpu, logits, *rows, *none, *bans, adjusted)
+            logits = adjusted
         filters = (batch.temperature, batch.top_k, batch.top_p, batch.min_p)
         random = (batch.seed, batch.group_index, batch.output_position)
-        padded = -(-logits.shape[1] // BLOCK) * BLOCK
-        workspace = self._arena.take((self._parallel.num_threads, 2, padded), np.float32)
-        self._run(
-            sample.sample_cpu,
-            logits,
-            batch.logit_seq[where],
-            batch.logit_target[where],
-            *filters,
-            *random,
-            batch.banned_start,
-            batch.banned,
-            workspace,
-            token_ids,
-        )
+        self._run(sample.sample_cpu, logits, *rows, *filters, *random, token_ids)
 
     def logprobs(
         self, logits: Array, batch: Batch, first: int, token_ids: Array, num_top: int

@@ -25,6 +25,7 @@ class Step:
     rotary_dim: int = 12
     num_tokens: int = 6
     kv_dtype: Any = np.float32
+    interleaved: bool = False
 
     def __post_init__(self) -> None:
         rng = np.random.default_rng(0)
@@ -38,20 +39,30 @@ class Step:
         shape = (NUM_BLOCKS, NUM_LAYERS, 2, self.num_kv_heads, BLOCK_SIZE, self.head_dim)
         self.pool = np.full(shape, np.nan, self.kv_dtype)
 
-    def run(self, q_norm: NDArray[np.float32] = NONE, k_norm: NDArray[np.float32] = NONE) -> None:
+    def run(
+        self,
+        q_norm: NDArray[np.float32] = NONE,
+        k_norm: NDArray[np.float32] = NONE,
+        weight_offset: float = 0.0,
+    ) -> None:
         pool = self.pool.view(np.uint16) if self.kv_dtype == ml_dtypes.bfloat16 else self.pool
         specialize(rope_kv_write_cpu, SIGNATURE.format("u2" if pool.dtype == np.uint16 else "f4"))
         q, k, v = np.split(self.qkv, [self.num_heads, self.num_heads + self.num_kv_heads], axis=1)
         place = (pool, LAYER, self.positions, self.slots)
-        rope_kv_write_cpu(q, k, v, *place, self.cos_sin, q_norm, k_norm, 1e-6)
+        rope_kv_write_cpu(
+            q, k, v, *place, self.cos_sin, q_norm, k_norm, 1e-6, weight_offset, self.interleaved
+        )
 
     def rotated(self, x: NDArray[Any]) -> NDArray[np.float64]:
         """Return the heads x [num_tokens, heads, head_dim] rotated, in float64."""
         out = x.astype(np.float64)
         half = self.rotary_dim // 2
         cos, sin = np.split(self.cos_sin[self.positions, None].astype(np.float64), 2, -1)
-        a, b = out[..., :half].copy(), out[..., half : 2 * half].copy()
-        out[..., :half], out[..., half : 2 * half] = a * cos - b * sin, b * cos + a * sin
+        first, second = slice(0, half), slice(half, 2 * half)
+        if self.interleaved:
+            first, second = slice(0, 2 * half, 2), slice(1, 2 * half, 2)
+        a, b = out[..., first].copy(), out[..., second].copy()
+        out[..., first], out[..., second] = a * cos - b * sin, b * cos + a * sin
         return out
 
     def cached(self, token: int) -> tuple[NDArray[Any], NDArray[Any]]:
@@ -61,9 +72,10 @@ class Step:
         return keys[:, :, offset], self.pool[block, LAYER, 1, :, offset]
 
 
+@pytest.mark.parametrize("interleaved", [False, True])
 @pytest.mark.parametrize("rotary_dim", [12, 8, 2])
-def test_q_and_cached_k_are_rotated_by_position(rotary_dim: int) -> None:
-    step = Step(rotary_dim=rotary_dim)
+def test_q_and_cached_k_are_rotated_by_position(rotary_dim: int, interleaved: bool) -> None:
+    step = Step(rotary_dim=rotary_dim, interleaved=interleaved)
 
     step.run()
 
@@ -92,13 +104,15 @@ def test_padding_is_not_written() -> None:
     assert np.count_nonzero(~np.isnan(step.pool)) == 2 * step.num_kv_heads * step.head_dim
 
 
-def test_heads_are_normed_before_the_rotation() -> None:
+@pytest.mark.parametrize("weight_offset", [0.0, 1.0])
+def test_heads_are_normed_before_the_rotation(weight_offset: float) -> None:
     step = Step()
     rng = np.random.default_rng(1)
     q_norm, k_norm = rng.standard_normal((2, 12), np.float32)
 
-    step.run(q_norm, k_norm)
+    step.run(q_norm, k_norm, weight_offset)
 
+    q_norm, k_norm = q_norm + weight_offset, k_norm + weight_offset
     wide = step.before.astype(np.float64)
     normed = wide / np.sqrt((wide**2).mean(-1, keepdims=True) + 1e-6)
     assert np.abs(step.qkv[:, :4] - step.rotated(normed[:, :4] * q_norm)).max() < 3e-6
