@@ -1,32 +1,37 @@
-"""Log-probabilities of chosen tokens and of the most likely ones, from the raw logits."""
+"""Log-probabilities of chosen tokens and of the most likely ones, from the raw logits.
+
+Tokens are ranked by logit, the lower id first among equals; NaN counts as minus infinity. The sum of the
+exponentials is one of integers (exact.py), so the twin and logprobs.cu give the same bits.
+"""
 
 from typing import Any
 
 import numpy as np
 
 from cupaged.jit import njit, prange
-from cupaged.kernels.bits import exp
-from cupaged.kernels.tree import BLOCK, tree_sum
+from cupaged.kernels.exact import log_of, to_mass
+
+UNIT = 2.0**-32  # of log_of
+
+
+@njit
+def number(x: Any) -> Any:
+    """Return x, or minus infinity for NaN."""
+    return x if x == x else np.float32(-np.inf)
 
 
 @njit
 def log_sum_exp(row: Any) -> Any:
-    """Return log(sum(exp(row))) in float64; NaN counts as minus infinity."""
-    top = np.float32(-np.inf)
+    """Return the greatest logit and log(sum(exp(row - greatest))), 0 where the greatest is not finite."""
+    top, total = np.float32(-np.inf), 0
     for j in range(row.shape[0]):
         if row[j] > top:
             top = row[j]
     if not abs(top) < np.inf:
-        return np.float64(top)
-    block, scratch = np.empty(BLOCK, np.float32), np.empty(BLOCK // 2, np.float32)
-    total = 0.0
-    for start in range(0, row.shape[0], BLOCK):
-        part = row[start : start + BLOCK]
-        block[part.shape[0] :] = np.float32(0.0)
-        for j in range(part.shape[0]):
-            block[j] = exp(part[j] - top) if part[j] == part[j] else np.float32(0.0)
-        total += np.float64(tree_sum(block, scratch))
-    return np.float64(top) + np.log(total)
+        return np.float64(top), 0.0
+    for j in range(row.shape[0]):
+        total += to_mass(row[j] - top)
+    return np.float64(top), log_of(total) * UNIT
 
 
 @njit
@@ -34,7 +39,7 @@ def find_top(row: Any, token_ids: Any, logits: Any) -> None:
     """Fill token_ids and their logits with the greatest of the row, the lower id first among equals."""
     filled, limit = 0, token_ids.shape[0]
     for j in range(row.shape[0] if limit > 0 else 0):
-        x = row[j] if row[j] == row[j] else np.float32(-np.inf)
+        x = number(row[j])
         if filled == limit and not x > logits[limit - 1]:
             continue
         place = min(filled, limit - 1)
@@ -55,16 +60,16 @@ def logprobs_cpu(
     logprobs: Any,  # float32[n, 1 + num_top]
     ranks: Any,  # int32[n], 1 + how many tokens have a greater logit
 ) -> None:
-    """Fill token_ids, logprobs and ranks; among equal logits the lower id comes first."""
+    """Fill token_ids, logprobs and ranks."""
     for i in prange(logits.shape[0]):
         row = logits[i]
         target = logit_target[i] if logit_target[i] >= 0 else sampled[logit_seq[i]]
-        token_ids[i, 0], logprobs[i, 0] = target, row[target]
+        token_ids[i, 0], logprobs[i, 0] = target, number(row[target])
         find_top(row, token_ids[i, 1:], logprobs[i, 1:])
         rank = 1
         for j in range(row.shape[0]):
-            rank += row[j] > row[target]
+            rank += row[j] > logprobs[i, 0]
         ranks[i] = rank
-        offset = log_sum_exp(row)
+        top, log_total = log_sum_exp(row)
         for n in range(logprobs.shape[1]):
-            logprobs[i, n] = np.float64(logprobs[i, n]) - offset
+            logprobs[i, n] = (np.float64(logprobs[i, n]) - top) - log_total

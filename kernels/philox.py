@@ -24,7 +24,6 @@ def philox(key: Any, counter: Any) -> Any:
 
 
 @njit
-def uniform(seed: Any, output_position: int, group_index: int) -> Any:
-    """Return the float64 in (0, 1), never either end, of one token of one sequence."""
-    words = philox((seed[0], seed[1]), (output_position, group_index, 0, 0))
-    return (np.float64(words[0]) + 0.5) / 4294967296.0
+def random_word(seed: Any, output_position: int, group_index: int) -> Any:
+    """Return the uniform uint32 of one token of one sequence."""
+    return philox((seed[0], seed[1]), (output_position, group_index, 0, 0))[0]

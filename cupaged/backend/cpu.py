@@ -19,6 +19,7 @@ from cupaged.config import ModelConfig
 from cupaged.jit import specialize
 from cupaged.kernels import (
     adjust_logits,
+    gated_mul,
     linear,
     logprobs,
     paged_attention,
@@ -26,7 +27,6 @@ from cupaged.kernels import (
     rope_kv_write,
     rows,
     sample,
-    silu_mul,
 )
 from cupaged.kernels.linear import PackedLinear
 from cupaged.threads import ParallelRunner
@@ -35,6 +35,7 @@ _KV_DTYPES = {"float32": np.float32, "float16": np.float32, "bfloat16": ml_dtype
 _NONE = np.empty(0, np.float32)
 _NO_IDS = np.empty(0, np.int32)
 _NO_COUNTS = np.empty((0, 0), np.int32)
+ADJUSTED_ROWS = 16  # of logits, adjusted and sampled from at a time: they stay in cache
 
 
 def _float_rows(parts: Sequence[NDArray[Any]], first: int, last: int) -> NDArray[np.float32]:
@@ -180,7 +181,13 @@ class CpuBackend:
     def silu_mul(self, gate_up: Array) -> Array:
         """Return silu(gate) * up."""
         out = self._arena.take((gate_up.shape[0], gate_up.shape[1] // 2), np.float32)
-        self._run(silu_mul.silu_mul_cpu, gate_up, out)
+        self._run(gated_mul.silu_mul_cpu, gate_up, out)
+        return out
+
+    def gelu_tanh_mul(self, gate_up: Array) -> Array:
+        """Return gelu(gate) * up."""
+        out = self._arena.take((gate_up.shape[0], gate_up.shape[1] // 2), np.float32)
+        self._run(gated_mul.gelu_tanh_mul_cpu, gate_up, out)
         return out
 
     def gather_rows(self, x: Array, index: Array) -> Array:
@@ -198,17 +205,26 @@ class CpuBackend:
 
     def sample(self, logits: Array, batch: Batch, first: int, token_ids: Array) -> None:
         """Set token_ids of the sequences that sample in these rows."""
-        where = slice(first, first + logits.shape[0])
-        rows = (batch.logit_seq[where], batch.logit_target[where])
-        if self._arena.measuring or batch.banned.size:
-            adjusted = self._arena.take(logits.shape, np.float32)
-            none = (batch.rows, _NO_COUNTS, _NONE, _NONE, _NONE, _NO_IDS, _NO_IDS, _NONE)
+        if not (batch.banned.size or self._arena.measuring):
+            self._sample(logits, batch, first, token_ids)
+            return
+        none = (batch.rows, _NO_COUNTS, _NONE, _NONE, _NONE, _NO_IDS, _NO_IDS, _NONE)
+        room = self._arena.take((min(ADJUSTED_ROWS, logits.shape[0]), logits.shape[1]), np.float32)
+        for start in range(0, logits.shape[0], ADJUSTED_ROWS):
+            part = logits[start : start + ADJUSTED_ROWS]
+            where = slice(first + start, first + start + part.shape[0])
+            which = (batch.logit_seq[where], batch.logit_target[where])
             bans = (batch.banned_start, batch.banned)
-            self._run(adjust_logits.adjust_logits_cpu, logits, *rows, *none, *bans, adjusted)
-            logits = adjusted
+            adjusted = room[: part.shape[0]]
+            self._run(adjust_logits.adjust_logits_cpu, part, *which, *none, *bans, adjusted)
+            self._sample(adjusted, batch, first + start, token_ids)
+
+    def _sample(self, logits: Array, batch: Batch, first: int, token_ids: Array) -> None:
+        where = slice(first, first + logits.shape[0])
+        which = (batch.logit_seq[where], batch.logit_target[where])
         filters = (batch.temperature, batch.top_k, batch.top_p, batch.min_p)
         random = (batch.seed, batch.group_index, batch.output_position)
-        self._run(sample.sample_cpu, logits, *rows, *filters, *random, token_ids)
+        self._run(sample.sample_cpu, logits, *which, *filters, *random, token_ids)
 
     def logprobs(
         self, logits: Array, batch: Batch, first: int, token_ids: Array, num_top: int

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
+from cupaged.kernels.adjust_logits import BANNED
 from cupaged.kernels.sample import sample_cpu
-from cupaged.kernels.tree import BLOCK
 
 Ints = NDArray[np.int32]
 
@@ -19,9 +19,7 @@ def run(logits: NDArray[np.float32], **options: Any) -> list[int]:
     def column(name: str, default: Any, kind: Any) -> Any:
         return np.array(np.broadcast_to(options.get(name, default), n), kind)
 
-    banned = options.get("banned", [[]] * n)
     token_ids = np.full(n, -1, np.int32)
-    padded = -(-logits.shape[1] // BLOCK) * BLOCK
     seeds = column("seed", 0, np.int32)
     sample_cpu(
         logits,
@@ -34,12 +32,17 @@ def run(logits: NDArray[np.float32], **options: Any) -> list[int]:
         np.stack([seeds, seeds * 7], 1),
         column("group_index", 0, np.int32),
         column("output_position", 0, np.int32),
-        np.cumsum([0, *map(len, banned)], dtype=np.int32),
-        np.array([token for tokens in banned for token in tokens], np.int32),
-        np.full((options.get("lanes", 2), 2, padded), np.nan, np.float32),
         token_ids,
     )
     return list(map(int, token_ids))
+
+
+def ban(logits: NDArray[np.float32], banned: list[list[int]]) -> NDArray[np.float32]:
+    """Return the logits as adjust_logits leaves them."""
+    adjusted = np.where(np.isnan(logits), np.float32(-np.inf), logits)
+    for row, ids in zip(adjusted.view(np.uint32), banned, strict=True):
+        row[ids] = BANNED
+    return adjusted
 
 
 def draw(row: list[float], count: int = 3000, **options: Any) -> Ints:
@@ -139,8 +142,8 @@ def test_prefixes_equal_those_of_a_full_sort(seed: int) -> None:
 def test_banned_tokens_are_never_taken() -> None:
     logits = np.tile(np.array(LOGITS, np.float32), (400, 1))
 
-    random = run(logits, banned=[[0, 4]] * 400, seed=range(400))
-    greedy = run(logits[:1], banned=[[0, 2]], temperature=0)
+    random = run(ban(logits, [[0, 4]] * 400), seed=range(400))
+    greedy = run(ban(logits[:1], [[0, 2]]), temperature=0)
 
     assert set(random) == {1, 2, 3}
     assert greedy == [4]
@@ -150,7 +153,16 @@ def test_banned_tokens_are_never_taken() -> None:
 def test_nothing_finite_gives_the_lowest_id_that_is_not_banned(temperature: float) -> None:
     logits = np.array([[-np.inf] * 4, [np.nan] * 4, [-np.inf, np.nan, 1, 2]], np.float32)
 
-    assert run(logits, temperature=temperature, banned=[[], [0, 1], [2, 3]]) == [0, 2, 0]
+    assert run(ban(logits, [[], [0, 1], [2, 3]]), temperature=temperature) == [0, 2, 0]
+    assert run(ban(logits, [[0, 1, 2, 3]] * 3), temperature=temperature) == [0, 0, 0]
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_raw_nan_counts_as_minus_infinity_adjusted_or_not(temperature: float) -> None:
+    logits = np.array([[np.nan, -np.inf], [-np.inf, np.nan], [np.nan, 1], [np.nan, np.nan]], np.float32)
+
+    assert run(logits, temperature=temperature) == [0, 0, 1, 0]
+    assert run(ban(logits, [[]] * 4), temperature=temperature) == [0, 0, 1, 0]
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
@@ -174,7 +186,7 @@ def test_seeded_row_draws_the_same_token_alone_and_in_any_batch() -> None:
 
     for row in (0, 7, 32):
         alone = {name: values[row : row + 1] for name, values in options.items()}
-        assert run(logits[row : row + 1], lanes=1, **alone) == together[row : row + 1]
+        assert run(logits[row : row + 1], **alone) == together[row : row + 1]
 
 
 def test_position_group_and_seed_each_change_the_draw() -> None:
@@ -189,6 +201,6 @@ def test_logits_stay_as_they_are() -> None:
     logits = np.random.default_rng(0).standard_normal((3, 50), np.float32)
     before = logits.copy()
 
-    run(logits, banned=[[1], [2], [3]], top_p=0.5)
+    run(logits, top_k=20, top_p=0.5, min_p=0.1)
 
     assert np.array_equal(logits, before)

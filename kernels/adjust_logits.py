@@ -1,0 +1,121 @@
+"""What requests change in their logits before a token is sampled: bias, penalties, bans.
+
+Order and meaning are vLLM's. The bias is added first. A token in prompt or output has its logit divided by
+repetition_penalty, or multiplied where it is not positive; one in the output then loses frequency_penalty for
+each time, and presence_penalty once. A ban is last and final. NaN in the logits becomes minus infinity.
+
+counts int32[max_num_seqs, vocab_size] has, by row, how often each token is in the output, and in its sign bit
+whether it is in the prompt. Every operation is one float32 rounding: twin and kernel give the same bits.
+"""
+
+from typing import Any
+
+import numpy as np
+
+from cupaged.jit import njit, prange
+
+SAMPLES, RESET = 1, 4  # bits of a sequence's flags, as in batch.Flag
+BANNED = np.uint32(0xFFFFFFFF)  # the bits of a NaN that no arithmetic makes
+IN_PROMPT = np.int32(-(2**31))
+
+
+@njit
+def number(x: Any) -> Any:
+    """Return x, or minus infinity for NaN."""
+    return x if x == x else np.float32(-np.inf)
+
+
+@njit
+def penalise(z: Any, count: Any, penalties: Any) -> Any:
+    """Return the logit of a token with this entry of counts."""
+    repetition, frequency, presence = penalties
+    if count == 0:
+        return z
+    z = z / repetition if z > 0 else z * repetition
+    num_output = count & np.int32(0x7FFFFFFF)
+    return (z - frequency * np.float32(num_output)) - presence if num_output > 0 else z
+
+
+@njit
+def ragged(start: Any, seq: int) -> Any:
+    """Return the places of a sequence's part; none where there are no starts."""
+    return range(start[seq], start[seq + 1]) if start.shape[0] > 0 else range(0)
+
+
+_SIGNATURE = (
+    "void(f4[:,::1],i4[::1],i4[::1],i4[::1],i4[:,::1],f4[::1],f4[::1],f4[::1],i4[::1],i4[::1],f4[::1],"
+    "i4[::1],i4[::1],f4[:,::1])"
+)
+
+
+@njit(signatures=[_SIGNATURE], parallel=True)
+def adjust_logits_cpu(
+    logits: Any,  # float32[n, vocab_size]
+    logit_seq: Any,  # int32[n], the sequence of each row
+    logit_target: Any,  # int32[n], -1 = sampled from; other rows are left out
+    rows: Any,  # int32[num_seqs], a sequence's row of counts
+    counts: Any,  # int32[max_num_seqs, vocab_size], or [0, 0] where no sequence has penalties
+    repetition_penalty: Any,  # float32[num_seqs] > 0, 1 = none; [0] without counts
+    frequency_penalty: Any,  # float32[num_seqs], 0 = none; [0] without counts
+    presence_penalty: Any,
+    bias_start: Any,  # int32[num_seqs + 1], bias_ids[start : end] are a sequence's; [0] where none has a bias
+    bias_ids: Any,  # int32, each once a sequence
+    bias: Any,  # float32, of bias_ids
+    banned_start: Any,  # int32[num_seqs + 1], likewise into banned; [0] where none has a ban
+    banned: Any,  # int32
+    adjusted: Any,  # float32[n, vocab_size]
+) -> None:
+    """Set the adjusted rows that are sampled from."""
+    for i in prange(logits.shape[0]):
+        if logit_target[i] < 0:
+            seq, row, out = logit_seq[i], logits[i], adjusted[i]
+            for j in range(row.shape[0]):
+                out[j] = number(row[j])
+            for k in ragged(bias_start, seq):
+                out[bias_ids[k]] += bias[k]
+            if counts.shape[0] > 0:
+                penalties = (repetition_penalty[seq], frequency_penalty[seq], presence_penalty[seq])
+                if penalties[0] != 1 or penalties[1] != 0 or penalties[2] != 0:
+                    counted = counts[rows[seq]]
+                    for j in range(row.shape[0]):
+                        out[j] = penalise(out[j], counted[j], penalties)
+            bits = out.view(np.uint32)
+            for k in (
+                range(banned_start[seq], banned_start[seq + 1]) if banned_start.shape[0] > 0 else range(0)
+            ):
+                bits[banned[k]] = BANNED
+
+
+@njit(signatures=["void(i4[::1],i4[::1],i4[::1],i4[::1],i4[::1],i4[:,::1])"])
+def count_history_cpu(
+    rows: Any,  # int32[num_seqs], and so flags and output_position
+    flags: Any,
+    output_position: Any,  # how many of the sequence's last ids are output
+    history_start: Any,  # int32[num_seqs + 1]
+    history: Any,  # int32, the ids of sequences that enter
+    counts: Any,  # int32[max_num_seqs, vocab_size]
+) -> None:
+    """Set the row of counts of each sequence that enters (RESET) with a history."""
+    for seq in range(rows.shape[0]):
+        start, end = history_start[seq], history_start[seq + 1]
+        if flags[seq] & RESET and end > start:
+            row = counts[rows[seq]]
+            row[:] = 0
+            for k in range(start, end):
+                if k < end - output_position[seq]:
+                    row[history[k]] |= IN_PROMPT
+                else:
+                    row[history[k]] += 1
+
+
+@njit(signatures=["void(i4[::1],i4[::1],i4[::1],i4[:,::1])"])
+def count_sampled_cpu(
+    rows: Any,  # int32[num_seqs], and so flags and token_ids
+    flags: Any,
+    token_ids: Any,  # what the step sampled
+    counts: Any,  # int32[max_num_seqs, vocab_size]
+) -> None:
+    """Count the tokens of the sequences that sampled."""
+    for seq in range(rows.shape[0]):
+        if flags[seq] & SAMPLES:
+            counts[rows[seq], token_ids[seq]] += 1
