@@ -1,0 +1,60 @@
+"""The gate of a gated MLP: activation(gate) * up."""
+
+from typing import Any
+
+import numpy as np
+
+from cupaged.jit import njit, prange
+from cupaged.kernels.bits import exp
+from cupaged.kernels.launch import Array, Device, ceil_div, element_type, row_stride, row_units
+
+THREADS = 128  # a block
+
+
+@njit
+def sigmoid(x: Any) -> Any:
+    """Return 1 / (1 + e**-x)."""
+    one = np.float32(1.0)
+    e = exp(-abs(x))  # at most 1, so nothing overflows
+    return np.float32((one if x >= 0 else e) / (one + e))
+
+
+@njit(signatures=["void(f4[:,::1],f4[:,::1])"], parallel=True)
+def silu_mul_cpu(gate_up: Any, out: Any) -> None:
+    """Set out [n, size] to silu(gate) * up of gate_up [n, 2 * size]."""
+    size = out.shape[1]
+    for i in prange(out.shape[0]):
+        for j in range(size):
+            gate = gate_up[i, j]
+            out[i, j] = gate * sigmoid(gate) * gate_up[i, size + j]
+
+
+def silu_mul_cuda(device: Device, gate_up: Array, out: Array) -> None:
+    """Set out T[n, size] to silu(gate) * up of gate_up T[n, 2 * size]."""
+    _launch(device, "silu_mul", gate_up, out)
+
+
+@njit(signatures=["void(f4[:,::1],f4[:,::1])"], parallel=True)
+def gelu_tanh_mul_cpu(gate_up: Any, out: Any) -> None:
+    """Set out [n, size] to gelu(gate) * up of gate_up [n, 2 * size], GELU by its tanh approximation."""
+    size = out.shape[1]
+    for i in prange(out.shape[0]):
+        for j in range(size):
+            gate = gate_up[i, j]
+            # gate / 2 * (1 + tanh(u)) is gate * sigmoid(2 u) without cancellation; 2 sqrt(2 / pi) = 1.5957691
+            doubled = np.float32(1.5957691) * (gate + np.float32(0.044715) * gate * gate * gate)
+            out[i, j] = gate * sigmoid(doubled) * gate_up[i, size + j]
+
+
+def gelu_tanh_mul_cuda(device: Device, gate_up: Array, out: Array) -> None:
+    """Set out T[n, size] to gelu(gate) * up of gate_up T[n, 2 * size], GELU by its tanh approximation."""
+    _launch(device, "gelu_tanh_mul", gate_up, out)
+
+
+def _launch(device: Device, name: str, gate_up: Array, out: Array) -> None:
+    num_units = row_units(out, "intermediate_size")
+    row_units(gate_up, "twice intermediate_size")
+    assert row_stride(out) == out.shape[1], "out is not contiguous"
+    kernel = device.kernel("gated_mul", name, ELEMENT=element_type(gate_up), THREADS=THREADS)
+    grid = (out.shape[0], ceil_div(num_units, THREADS), 1)
+    kernel(grid, THREADS, (out, gate_up, out.shape[1], row_stride(gate_up)))
