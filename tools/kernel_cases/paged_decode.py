@@ -19,6 +19,7 @@ def paged_decode(
     seq_lens = np.array(paging.seq_lens, np.int32)
     num_seqs, new = len(seq_lens), (1,) * len(seq_lens)
     max_splits = num_splits(seq_lens, paging.window)
+    num_floats = paged_decode_workspace(max_splits, num_seqs, num_heads, head_dim)
     options = {"window": paging.window, "softcap": softcap, "sinks": sinks}
     lengths = f"{num_seqs}x{paging.seq_lens[0]}" if len(set(paging.seq_lens)) == 1 else f"{num_seqs}seqs"
 
@@ -29,7 +30,7 @@ def paged_decode(
             "block_tables": maker.array(paging.tables(new)),
             "seq_lens": maker.array(seq_lens),
             "out": maker.unwritten((num_seqs, num_heads * head_dim), DTYPES[element]),
-            "workspace": maker.unwritten((paged_decode_workspace(max_splits, num_heads, head_dim),)),
+            "workspace": maker.unwritten((num_floats,)),
         }
         return arrays | ({"sinks": maker.normal((num_heads,))} if sinks else {})
 

@@ -1,0 +1,82 @@
+"""Attention of one new token a sequence over the paged KV cache, on tensor cores, each context in splits.
+
+The twin is paged_attention_cpu. How many splits a step has is the host's to know: it decides the grid.
+"""
+
+import numpy as np
+
+from cupaged.kernels.launch import Array, Device, element_type
+
+# Tokens, a block's work for one KV head: 256 KiB of keys and values at head_dim 128. What it leaves to merge is
+# 1.6 % of that (group 4, written and read), and 8k tokens still make 16 blocks a KV head.
+SPLIT = 512
+MAX_GROUP = 16  # query heads of a KV head, the rows of one mma tile
+# Half tiles of 16 tokens in the shared memory of each of 4 warps, by head_dim; all but one are on their way.
+# Up to head_dim 128 two blocks live on an SM of sm_80; any fits the 99 KiB that a block may have on sm_89.
+SLOTS = {64: 5, 80: 5, 96: 5, 128: 4, 192: 3, 256: 2}
+THREADS = 128
+TILE = 16  # tokens
+ALL_TOKENS = 2**31 - 1  # a window that has no end
+
+
+def num_splits(seq_lens: Array, sliding_window: int) -> int:
+    """Return the splits of a step's sequences, int32[num_seqs] on the host; padding has none."""
+    first = np.maximum(seq_lens - (sliding_window or ALL_TOKENS), 0) // TILE * TILE
+    return int((-((first - seq_lens) // SPLIT)).sum())
+
+
+def paged_decode_workspace(max_splits: int, num_seqs: int, num_heads: int, head_dim: int) -> int:
+    """Return the floats of workspace that paged_decode_cuda needs."""
+    return max_splits * num_heads * (head_dim + 2) + num_seqs
+
+
+def paged_decode_cuda(
+    device: Device,
+    q: Array,  # T[num_seqs or more, num_heads, head_dim], heads of a token in a row
+    pool: Array,  # T[num_blocks, num_layers, 2, num_kv_heads, block_size, head_dim]
+    layer: int,
+    block_tables: Array,  # int32[num_seqs or more, table_width]
+    *,
+    seq_lens: Array,  # int32[num_seqs], the query's own token included; 0 = padding
+    scale: float,
+    sliding_window: int,  # tokens, the query's own included; 0 = all
+    softcap: float,
+    sinks: Array | None,  # float32[num_heads]
+    out: Array,  # T[num_seqs or more, num_heads * head_dim]
+    workspace: Array,  # float32[paged_decode_workspace(...) or more]
+    max_splits: int,  # num_splits(seq_lens) or more
+    max_seq_len: int,  # max(seq_lens) or more
+) -> None:
+    """Attend from each sequence's one new token to its cached keys; the grid depends on the max_* alone."""
+    num_heads, head_dim = q.shape[1:]
+    num_kv_heads, block_size = pool.shape[3:5]
+    group = num_heads // num_kv_heads
+    if group > MAX_GROUP:
+        raise ValueError(
+            f"{num_heads} query heads share {num_kv_heads} KV heads, {group} each, but paged_decode takes at "
+            f"most {MAX_GROUP}; use a model with fewer query heads a KV head"
+        )
+    if head_dim not in SLOTS:
+        raise ValueError(f"head_dim {head_dim} has no attention kernels; use one of {sorted(SLOTS)}")
+    window = sliding_window or ALL_TOKENS
+    num_seqs, slots, size = len(seq_lens), SLOTS[head_dim], q.dtype.itemsize
+    constants = {"ELEMENT": element_type(q), "HEAD_DIM": head_dim, "SPLIT": SPLIT, "SLOTS": slots}
+    needed = paged_decode_workspace(max_splits, num_seqs, num_heads, head_dim)
+    assert workspace.size >= needed, f"workspace has {workspace.size} floats, the launch needs {needed}"
+    device.kernel("paged_decode", "paged_decode", **constants)(
+        (max_splits * num_kv_heads, 1, 1),
+        THREADS,
+        (
+            *(out, workspace, q, pool, block_tables, seq_lens, sinks),
+            *(q.strides[0] // size, pool.strides[0] // size, layer * (pool.strides[1] // size)),
+            *(block_tables.strides[0] // 4, num_seqs, num_kv_heads, max_splits, group, block_size, window),
+            *(scale, softcap),
+        ),
+        shared_bytes=(16 + 4 * 16 * slots) * (head_dim + 8) * size,  # queries and rings, in padded rows
+    )
+    if min(max_seq_len, window + TILE - 1) > SPLIT:
+        device.kernel("paged_decode", "paged_decode_combine", **constants)(
+            (num_seqs * num_heads, 1, 1),
+            THREADS,
+            (out, workspace, seq_lens, sinks, num_heads, max_splits, window),
+        )
