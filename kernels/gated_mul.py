@@ -11,12 +11,12 @@ from cupaged.kernels.launch import Array, Device, ceil_div, element_type, row_st
 THREADS = 128  # a block
 
 
-@njit
+@njit(error_model="numpy")  # or a test for division by zero would keep the loop from being vectorised
 def sigmoid(x: Any) -> Any:
     """Return 1 / (1 + e**-x)."""
     one = np.float32(1.0)
     e = exp(-abs(x))  # at most 1, so nothing overflows
-    return np.float32((one if x >= 0 else e) / (one + e))
+    return (one if x >= 0 else e) / (one + e)
 
 
 @njit(signatures=["void(f4[:,::1],f4[:,::1])"], parallel=True)
