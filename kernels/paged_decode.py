@@ -7,8 +7,8 @@ import numpy as np
 
 from cupaged.kernels.launch import Array, Device, element_type
 
-# Tokens, a block's work for one KV head: 256 KiB of keys and values at head_dim 128. What it leaves to merge is
-# 1.6 % of that (group 4, written and read), and 8k tokens still make 16 blocks a KV head.
+# Tokens, a block's work for one KV head: 256 KiB of keys and values at head_dim 128. What it leaves to merge
+# is 1.6 % of that (group 4, written and read), and 8k tokens still make 16 blocks a KV head.
 SPLIT = 512
 MAX_GROUP = 16  # query heads of a KV head, the rows of one mma tile
 # Half tiles of 16 tokens in the shared memory of each of 4 warps, by head_dim; all but one are on their way.
