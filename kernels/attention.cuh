@@ -26,10 +26,11 @@ struct Scores {
   DEVICE float factor() const { return (softcap == 0.0f ? scale : softcap) * LOG2_E; }
 };
 
-// Call f(row, unit) for each unit of 16 bytes of NUM_ROWS rows [HEAD_DIM], shared among the lanes of a warp so that
-// eight lanes in a row move whole sectors of 32 bytes in global memory, and meet eight groups of banks in shared memory
-// [NUM_ROWS][ROW_STRIDE]. What of a row makes no eight units (head_dim 80 and 96) is taken from 8 / TAIL rows at a time
-// that lie TAIL rows apart: as ROW_STRIDE is an odd number of units, their first ones lie TAIL groups apart.
+// Call f(lane_row, lane_unit, row, unit) for each 16-byte unit (lane_row + row, lane_unit + unit) of NUM_ROWS rows
+// [HEAD_DIM] that is this lane's of a warp's; row and unit are constants once unrolled. Eight lanes in a row move whole
+// sectors of 32 bytes in global memory, and meet eight groups of banks in shared memory [NUM_ROWS][ROW_STRIDE]. What of
+// a row makes no eight units (head_dim 80 and 96) is taken from 8 / TAIL rows at a time that lie TAIL rows apart: as
+// ROW_STRIDE is an odd number of units, their first ones lie TAIL groups apart.
 template <int NUM_ROWS, class F>
 DEVICE void each_unit(F f) {
   constexpr int UNITS = HEAD_DIM / 8, TAIL = UNITS % 8;
@@ -37,22 +38,24 @@ DEVICE void each_unit(F f) {
 #pragma unroll
   for (int row = 0; row < NUM_ROWS; row += 4)
 #pragma unroll
-    for (int unit = 0; unit < UNITS - TAIL; unit += 8) f(row + lane / 8, unit + lane % 8);
-  if constexpr (TAIL > 0) {
-    static_assert(NUM_ROWS * TAIL % WARP == 0 && 8 % TAIL == 0, "whole warps copy the ends of rows");
-    const int first = lane / 8 / TAIL * 8 + lane / 8 % TAIL;  // of the 32 / TAIL rows of a step
+    for (int unit = 0; unit < UNITS - TAIL; unit += 8) f(lane / 8, lane % 8, row, unit);
+  constexpr int SPAN = TAIL > 0 ? TAIL : 8;
+  const int lane_row = lane / 8 / SPAN * 8 + lane / 8 % SPAN + lane % 8 / SPAN * SPAN;  // of 32 / SPAN
+  static_assert(NUM_ROWS * TAIL % WARP == 0, "a warp copies the ends of rows with all its lanes");
 #pragma unroll
-    for (int row = 0; row < NUM_ROWS; row += WARP / TAIL)
-      f(row + first + lane % 8 / TAIL * TAIL, UNITS - TAIL + lane % TAIL);
-  }
+  for (int row = 0; TAIL > 0 && row < NUM_ROWS; row += WARP / SPAN) f(lane_row, lane % SPAN, row, UNITS - TAIL);
 }
 
 // Start copying NUM_ROWS rows [HEAD_DIM], which lie one after the other from `global` on, to shared memory
 // [NUM_ROWS][ROW_STRIDE], by one warp. Rows outside [begin, end) become 0 and are not read, but `global` must be mapped.
 template <int NUM_ROWS>
 DEVICE void copy_rows(T* shared, const T* global, int begin, int end) {
-  each_unit<NUM_ROWS>([=](int row, int unit) {
-    copy_async(shared + row * ROW_STRIDE + unit * 8, global + row * HEAD_DIM + unit * 8, row >= begin && row < end);
+  const uint32_t num_valid = max(end - begin, 0);
+  each_unit<NUM_ROWS>([=](int lane_row, int lane_unit, int row, int unit) {
+    T* const to = shared + lane_row * ROW_STRIDE + lane_unit * 8;
+    const T* const from = global + (lane_row * HEAD_DIM + lane_unit * 8);
+    const bool valid = static_cast<uint32_t>(lane_row - begin + row) < num_valid;
+    copy_async(to + (row * ROW_STRIDE + unit * 8), from + (row * HEAD_DIM + unit * 8), valid);
   });
 }
 
@@ -60,6 +63,8 @@ DEVICE void copy_rows(T* shared, const T* global, int begin, int end) {
 template <int M, int KEYS>
 DEVICE void score_keys(float (&s)[M][KEYS / 8][4], const T* q, const T* k) {
   const int lane = threadIdx.x % WARP;
+  q += lane % 16 * ROW_STRIDE + lane / 16 * 8;
+  k += (lane / 16 * 8 + lane % 8) * ROW_STRIDE + lane / 8 % 2 * 8;
 #pragma unroll
   for (int m = 0; m < M; m++)
 #pragma unroll
@@ -70,11 +75,11 @@ DEVICE void score_keys(float (&s)[M][KEYS / 8][4], const T* q, const T* k) {
   for (int d = 0; d < HEAD_DIM; d += 16) {
     uint32_t a[M][4];
 #pragma unroll
-    for (int m = 0; m < M; m++) load_matrices(a[m], q + (16 * m + lane % 16) * ROW_STRIDE + d + lane / 16 * 8);
+    for (int m = 0; m < M; m++) load_matrices(a[m], q + 16 * m * ROW_STRIDE + d);
 #pragma unroll
     for (int n = 0; n < KEYS / 16; n++) {
       uint32_t b[4];  // two parts of 8 keys, each of 8 + 8 dimensions
-      load_matrices(b, k + (16 * n + lane / 16 * 8 + lane % 8) * ROW_STRIDE + d + lane / 8 % 2 * 8);
+      load_matrices(b, k + 16 * n * ROW_STRIDE + d);
 #pragma unroll
       for (int m = 0; m < M; m++) {
         Element<T>::multiply(s[m][2 * n], a[m], b[0], b[1]);
@@ -88,17 +93,14 @@ DEVICE void score_keys(float (&s)[M][KEYS / 8][4], const T* q, const T* k) {
 template <int M, int KEYS>
 DEVICE void soften_scores(float (&s)[M][KEYS / 8][4], Scores by) {
   if (by.softcap == 0.0f) return;
-  const float inner = by.scale / by.softcap;
+  const float exponent = 2.0f * LOG2_E * by.scale / by.softcap;  // tanh x = 1 - 2 / (1 + e^2x)
 #pragma unroll
   for (int t = 0; t < M; t++)
 #pragma unroll
     for (int n = 0; n < KEYS / 8; n++)
 #pragma unroll
-      for (int i = 0; i < 4; i++) {
-        const float x = s[t][n][i] * inner;
-        const float e = exp2_approx(-2.0f * LOG2_E * fabsf(x));
-        s[t][n][i] = copysignf(__fdividef(1.0f - e, 1.0f + e), x);
-      }
+      for (int i = 0; i < 4; i++)
+        s[t][n][i] = 1.0f - __fdividef(2.0f, 1.0f + exp2_approx(s[t][n][i] * exponent));
 }
 
 // Take away the scores that a row does not see: it sees the `window` keys before its `end`, counted from the first key.
@@ -112,7 +114,7 @@ DEVICE void mask_scores(float (&s)[M][KEYS / 8][4], const int (&end)[M][2], int 
 #pragma unroll
       for (int i = 0; i < 4; i++) {
         const int distance = end[t][i / 2] - 1 - (8 * n + column + i % 2);  // from key to query
-        if (distance < 0 || distance >= window) s[t][n][i] = MINUS_INFINITY;
+        if (static_cast<uint32_t>(distance) >= static_cast<uint32_t>(window)) s[t][n][i] = MINUS_INFINITY;  // or < 0
       }
 }
 
@@ -161,6 +163,7 @@ DEVICE void weigh_scores(float (&s)[M][KEYS / 8][4], float (&m)[M][2], float (&l
 template <int M, int KEYS>
 DEVICE void add_values(float (&o)[M][HEAD_DIM / 8][4], const float (&s)[M][KEYS / 8][4], const T* v) {
   const int lane = threadIdx.x % WARP;
+  v += lane % 16 * ROW_STRIDE + lane / 16 * 8;
 #pragma unroll
   for (int n = 0; n < KEYS / 16; n++) {
     uint32_t a[M][4];  // the scores' registers are those of mma's left operand
@@ -174,7 +177,7 @@ DEVICE void add_values(float (&o)[M][HEAD_DIM / 8][4], const float (&s)[M][KEYS 
 #pragma unroll
     for (int d = 0; d < HEAD_DIM / 16; d++) {
       uint32_t b[4];  // two parts of 8 dimensions, each of 8 + 8 keys
-      load_matrices_transposed(b, v + (16 * n + lane / 8 % 2 * 8 + lane % 8) * ROW_STRIDE + 16 * d + lane / 16 * 8);
+      load_matrices_transposed(b, v + 16 * n * ROW_STRIDE + 16 * d);
 #pragma unroll
       for (int m = 0; m < M; m++) {
         Element<T>::multiply(o[m][2 * d], a[m], b[0], b[1]);
