@@ -3,47 +3,105 @@
 from typing import Any
 
 from cupaged.jit import njit, prange
+from cupaged.kernels.launch import Array, Device, ceil_div, row_units
 
 SAMPLES, INPUT_FROM_LAST_TOKEN = 1, 2  # bits of a sequence's flags, as in batch.Flag
+THREADS = 256  # a block
+ONE_BLOCK = 1024  # threads of the one block of load_last_tokens
+BATCH = 4  # units of 16 bytes that a thread of copy_blocks moves
 
 
 @njit(signatures=["void(f4[:,::1],i4[::1],f4[:,::1])"], parallel=True)
 def gather_rows_cpu(x: Any, index: Any, out: Any) -> None:
-    """Set out[i] to x[index[i]]."""
+    """Set out[i] to x[index[i]]; at index -1, padding, it stays as it is."""
     for i in prange(index.shape[0]):
-        for j in range(x.shape[1]):
-            out[i, j] = x[index[i], j]
+        if index[i] >= 0:
+            for j in range(x.shape[1]):
+                out[i, j] = x[index[i], j]
+
+
+def gather_rows_cuda(device: Device, x: Array, index: Array, out: Array) -> None:
+    """Set out[i] to x[index[i]]; at index -1, padding, it stays as it is. x, out T[..., size], index int32[n]."""
+    num_rows, num_units = len(index), row_units(x, "hidden_size")
+    if num_rows:
+        assert out.strides[0] == 16 * num_units, "out is not contiguous"
+        kernel = device.kernel("rows", "gather_rows", THREADS=THREADS)
+        grid = (ceil_div(num_rows * num_units, THREADS), 1, 1)
+        kernel(grid, THREADS, (out, x, index, num_rows, num_units, x.strides[0] // 16))
 
 
 @njit(signatures=["void(i4[:,::1],i4[::1],i4[::1],i4[::1],i4[::1],i4[::1])"])
 def load_last_tokens_cpu(
     row_copy: Any,  # int32[n, 2], rows (from, to)
-    rows: Any,  # int32[num_seqs], and so flags
+    rows: Any,  # int32[num_seqs], and so flags; row -1 = padding
     flags: Any,
     query_start: Any,  # int32[num_seqs + 1]
     last_token: Any,  # int32[max_num_seqs]
     input_ids: Any,  # int32[num_tokens]
 ) -> None:
-    """Copy rows of last_token, then set the last input of each sequence that is flagged for it."""
+    """Copy rows of last_token in order, then set the last input of each sequence that is flagged for it."""
     for i in range(row_copy.shape[0]):
         last_token[row_copy[i, 1]] = last_token[row_copy[i, 0]]
     for seq in range(rows.shape[0]):
-        if flags[seq] & INPUT_FROM_LAST_TOKEN:
+        if rows[seq] >= 0 and flags[seq] & INPUT_FROM_LAST_TOKEN:
             input_ids[query_start[seq + 1] - 1] = last_token[rows[seq]]
+
+
+def load_last_tokens_cuda(
+    device: Device,
+    row_copy: Array,  # int32[n, 2], rows (from, to)
+    rows: Array,  # int32[num_seqs], and so flags; row -1 = padding
+    flags: Array,
+    query_start: Array,  # int32[num_seqs + 1]
+    last_token: Array,  # int32[max_num_seqs]
+    input_ids: Array,  # int32[num_tokens]
+) -> None:
+    """Copy rows of last_token in order, then set the last input of each sequence that is flagged for it."""
+    kernel = device.kernel("rows", "load_last_tokens", THREADS=ONE_BLOCK)
+    counts = (len(row_copy), len(rows))
+    kernel((1, 1, 1), ONE_BLOCK, (last_token, input_ids, row_copy, rows, flags, query_start, *counts))
 
 
 @njit(signatures=["void(i4[::1],i4[::1],i4[::1],i4[::1])"])
 def store_last_tokens_cpu(rows: Any, flags: Any, token_ids: Any, last_token: Any) -> None:
     """Set last_token[row] for the sequences that sampled."""
     for seq in range(rows.shape[0]):
-        if flags[seq] & SAMPLES:
+        if rows[seq] >= 0 and flags[seq] & SAMPLES:
             last_token[rows[seq]] = token_ids[seq]
+
+
+def store_last_tokens_cuda(
+    device: Device, rows: Array, flags: Array, token_ids: Array, last_token: Array
+) -> None:
+    """Set last_token[row] for the sequences that sampled. int32[num_seqs]; last_token int32[max_num_seqs]."""
+    kernel = device.kernel("rows", "store_last_tokens", THREADS=THREADS)
+    args = (last_token, rows, flags, token_ids, len(rows))
+    kernel((ceil_div(len(rows), THREADS), 1, 1), THREADS, args)
 
 
 @njit(signatures=["void(u1[:,::1],u1[:,::1],i4[:,::1])"])
 def copy_blocks_cpu(source: Any, target: Any, pairs: Any) -> None:
-    """Copy block pairs[i, 0] of source [num_blocks, bytes] to block pairs[i, 1] of target, in order."""
+    """Copy block pairs[i, 0] of source [num_blocks, bytes] to block pairs[i, 1] of target.
+
+    No block is the target of two pairs, or, in one pool, target of one and source of another.
+    """
     for i in range(pairs.shape[0]):
         from_block, to_block = pairs[i, 0], pairs[i, 1]
         for j in range(source.shape[1]):
             target[to_block, j] = source[from_block, j]
+
+
+def copy_blocks_cuda(device: Device, source: Array, target: Array, pairs: Array) -> None:
+    """Copy block pairs[i, 0] of source [num_blocks, ...] to block pairs[i, 1] of target; pairs int32[n, 2].
+
+    No block is the target of two pairs, or, in one pool, target of one and source of another.
+    """
+    block_bytes = source.strides[0]
+    assert target.strides[0] == block_bytes, "blocks of two sizes"
+    if block_bytes % 16:
+        raise ValueError(f"KV blocks have {block_bytes} bytes, but CUDA kernels copy 16 at a time")
+    num_units = block_bytes // 16
+    if len(pairs):
+        kernel = device.kernel("rows", "copy_blocks", THREADS=THREADS)
+        grid = (ceil_div(num_units, THREADS * BATCH), len(pairs), 1)
+        kernel(grid, THREADS, (target, source, pairs, num_units))

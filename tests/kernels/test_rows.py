@@ -26,6 +26,14 @@ def test_gathered_rows_are_the_indexed_ones() -> None:
     assert np.array_equal(out, x[[8, 0, 3, 3]])
 
 
+def test_padding_of_the_index_gathers_nothing() -> None:
+    x, out = np.ones((2, 3), np.float32), np.full((2, 3), 7, np.float32)
+
+    gather_rows_cpu(x, ints(-1, 1), out)
+
+    assert out.tolist() == [[7] * 3, [1] * 3]
+
+
 def test_last_input_of_a_flagged_sequence_is_its_rows_last_token() -> None:
     input_ids, last_token = ints(1, 2, 3, 4, 5), ints(10, 11, 12, 13)
 
@@ -53,11 +61,23 @@ def test_only_sequences_that_sampled_store_their_token() -> None:
     assert last_token.tolist() == [10, 11, 7]
 
 
-def test_blocks_are_copied_whole_and_in_order() -> None:
+def test_padding_rows_neither_load_nor_store() -> None:
+    input_ids, last_token = ints(1, 2), ints(10, 11)
+
+    load_last_tokens_cpu(
+        np.empty((0, 2), np.int32), ints(-1, -1), ints(3, 3), ints(0, 1, 2), last_token, input_ids
+    )
+    store_last_tokens_cpu(ints(-1, -1), ints(1, 1), ints(7, 8), last_token)
+
+    assert input_ids.tolist() == [1, 2]
+    assert last_token.tolist() == [10, 11]
+
+
+def test_blocks_are_copied_whole() -> None:
     pool = np.arange(4 * 35, dtype=np.uint8).reshape(4, 35)
     before = pool.copy()
 
-    copy_blocks_cpu(pool, pool, ints(0, 2, 2, 3).reshape(2, 2))
+    copy_blocks_cpu(pool, pool, ints(0, 2, 0, 3).reshape(2, 2))
 
     assert np.array_equal(pool, before[[0, 1, 0, 0]])
 
