@@ -21,7 +21,7 @@ def gather_rows_cpu(x: Any, index: Any, out: Any) -> None:
 
 
 def gather_rows_cuda(device: Device, x: Array, index: Array, out: Array) -> None:
-    """Set out[i] to x[index[i]]; at index -1, padding, it stays as it is. x, out T[..., size], index int32[n]."""
+    """Set out[i] to x[index[i]]; at index -1, padding, it stays as it is. x [num, size], index int32[n]."""
     num_rows, num_units = len(index), row_units(x, "hidden_size")
     if num_rows:
         assert out.strides[0] == 16 * num_units, "out is not contiguous"
