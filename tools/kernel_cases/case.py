@@ -56,6 +56,24 @@ class Maker(Protocol):
         """Return a KV cache of random numbers; slots not in used [num_blocks, block_size] may hold NaN."""
 
 
+class Attention(NamedTuple):
+    """The attention that a case computes, as another library may be asked for it."""
+
+    element: str
+    num_seqs: int
+    num_queries: int  # a sequence
+    length: int  # tokens of a sequence, the queries' own included
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+
+    @property
+    def flops(self) -> int:
+        """2 a multiply-add, of what a query sees: causal, each pair of query and key once."""
+        seen = self.num_queries * self.length - self.num_queries * (self.num_queries - 1) // 2
+        return self.num_seqs * self.num_heads * seen * 4 * self.head_dim
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Case:
     """One call of a launch function."""
@@ -67,6 +85,7 @@ class Case:
     variables: Mapping[str, Any]  # of its kernels' data sheets
     tolerance: Tolerance = EXACT  # of outputs that are floats, on a GPU against the emulator
     sources: Path = SOURCES  # the folder of its .cu file
+    attention: Attention | None = None
 
 
 class HostArrays:

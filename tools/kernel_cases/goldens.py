@@ -32,10 +32,12 @@ def run(
 
 
 def checksum(case: Case) -> str:
-    """Return a hash over all arrays of a case as they are before it runs."""
+    """Return a hash over all arrays that a case reads."""
     digest = hashlib.sha256()
     for name, array in case.make(HostArrays(case.name)).items():
-        digest.update(f"{name} {array.dtype} {array.shape} ".encode() + array.tobytes())
+        content = array.tobytes()
+        if content.strip(b"\xff"):  # else it is to be written
+            digest.update(f"{name} {array.dtype} {array.shape} ".encode() + content)
     return digest.hexdigest()
 
 

@@ -1,0 +1,155 @@
+"""What gpu_check found, put together: bytes and shares beside each time, goals, tables for people."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from cupaged.kernels.launch import SOURCES
+from tools.data_sheet import read
+from tools.gpu_worker import cases_by_task, tasks
+from tools.kernel_cases.case import Case, record
+
+DECODE_GOAL = 0.85  # of the copy bandwidth, where batch x context is at least
+DECODE_TOKENS = 256 << 10
+PREFILL_GOAL = 0.40  # of the matmul FLOP/s, where a sequence is at least
+PREFILL_TOKENS = 8 << 10
+
+COLUMNS = (
+    f"{'case':44}{'us':>9}{'spread':>8}{'MB':>9}{'of copy':>9}{'of matmul':>10}{'predicted':>10}{'SDPA':>9}"
+)
+
+Row = dict[str, Any]
+
+
+def unique_bytes(case: Case) -> int:
+    """Return the bytes that a case must move, each counted once."""
+    total = 0
+    for launch in record(case):
+        sheet = read(launch.file, case.sources)[launch.kernel]
+        total += sheet.evaluate("unique", {**case.variables, **launch.constants})
+    return total
+
+
+def predictions(gpu: str) -> dict[str, float]:
+    """Return the predicted seconds of the cases on a GPU, from the table in kernels/README.md."""
+    found: dict[str, float] = {}
+    column = -1
+    for line in (SOURCES / "README.md").read_text(encoding="utf-8").split("\n"):
+        cells = [cell.strip() for cell in line.split("|")]
+        if "case" in cells:
+            names = [cell.removesuffix(" us") for cell in cells]
+            column = next((i for i, name in enumerate(names) if name and name in gpu.split()), -1)
+        elif column >= 0 and column < len(cells) and "->" in cells[column]:
+            found[cells[1]] = float(cells[column].split("->")[1].split()[0]) / 1e6
+    return found
+
+
+def summary(results: Mapping[str, Row], *, dry_run: bool) -> Row:
+    """Return everything that was found, for JSON."""
+    cases = cases_by_task(dry_run)
+    done = {name: row["result"] for name, row in results.items() if "result" in row}
+    versions = done.get("versions", {})
+    predicted = predictions(versions.get("GPU", "").split(",")[0])
+    copy = done.get("copy bandwidth", {}).get("bytes_per_second")
+    matmul = done.get("matmul", {}).get("flops_per_second")
+    times = []
+    for task, case in cases.items():
+        if task.startswith("time ") and task in done:
+            sdpa = done.get(f"sdpa {case.name}", {}).get("seconds")
+            times.append(_time_row(case, done[task]["seconds"], copy, matmul))
+            times[-1] |= {"spread": done[task]["spread"], "sdpa_us": sdpa and sdpa * 1e6}
+            times[-1]["predicted_us"] = predicted.get(case.name, 0.0) * 1e6 or None
+    failures = [f"{name}: {row['error']}" for name, row in results.items() if "error" in row]
+    failures += [f"{name}: {row['difference']}" for name, row in done.items() if row.get("difference")]
+    if missing := len(tasks(dry_run)) - len(results):
+        failures.append(f"{missing} tasks did not begin")
+    return {
+        "dry_run": dry_run,
+        "versions": versions,
+        "copy_bytes_per_second": copy,
+        "matmul_flops_per_second": matmul,
+        "num_goldens": sum(task.startswith("golden ") for task in cases),
+        "num_goldens_met": sum(row.get("difference") == "" for row in done.values()),
+        "times": times,
+        "goals": [] if dry_run else goals(times),
+        "launch_overhead": done.get("launch overhead"),
+        "failures": failures,
+        "task_seconds": {name: row["took"] for name, row in results.items() if "took" in row},
+    }
+
+
+def _time_row(case: Case, seconds: float, copy: float | None, matmul: float | None) -> Row:
+    """Return a case's time beside the limits that were measured."""
+    num_bytes, attention = unique_bytes(case), case.attention
+    flops = attention.flops if attention else None
+    return {
+        "case": case.name,
+        "us": seconds * 1e6,
+        "bytes": num_bytes,
+        "bandwidth_share": copy and num_bytes / seconds / copy,
+        "flops": flops,
+        "flops_share": flops and matmul and flops / seconds / matmul,
+        "queries": attention.num_queries if attention else None,
+        "num_seqs": attention.num_seqs if attention else None,
+        "length": attention.length if attention else None,
+    }
+
+
+def goals(times: list[Row]) -> list[Row]:
+    """Return the goals, each met, not met or not measured; the worst of its shapes counts."""
+    decodes = [
+        row for row in times if row["queries"] == 1 and row["num_seqs"] * row["length"] >= DECODE_TOKENS
+    ]
+    prefills = [row for row in times if (row["queries"] or 0) > 1 and row["length"] >= PREFILL_TOKENS]
+    return [
+        _goal(
+            "paged_decode, batch x context >= 256k: share of copy bandwidth",
+            DECODE_GOAL,
+            decodes,
+            "bandwidth_share",
+        ),
+        _goal("paged_prefill at 8k: share of matmul FLOP/s", PREFILL_GOAL, prefills, "flops_share"),
+    ]
+
+
+def _goal(what: str, share: float, rows: list[Row], field: str) -> Row:
+    shares = [row[field] for row in rows if row[field]]
+    worst = min(shares, default=None)
+    status = "not measured" if worst is None else "met" if worst >= share else "not met"
+    return {"goal": what, "share": share, "measured": worst, "status": status}
+
+
+def tables(report: Row) -> str:
+    """Return all of a report that people read."""
+    lines = [f"{name}: {value}" for name, value in report["versions"].items()]
+    lines.append(f"goldens met: {report['num_goldens_met']} of {report['num_goldens']}")
+    if report["copy_bytes_per_second"]:
+        lines.append(f"copy, read + write: {report['copy_bytes_per_second'] / 1e12:.3f} TB/s")
+    if report["matmul_flops_per_second"]:
+        lines.append(f"matmul, bf16: {report['matmul_flops_per_second'] / 1e12:.1f} TFLOP/s")
+    if launch := report["launch_overhead"]:
+        lines.append(
+            f"launch of {launch['case']}: {launch['function_seconds'] * 1e6:.1f} us of the host, "
+            f"its kernel alone {launch['kernel_seconds'] * 1e6:.2f} us"
+        )
+    lines += ["", COLUMNS] if report["times"] else []
+    for row in report["times"]:
+        lines.append(
+            f"{row['case']:44}{row['us']:9.1f}{row['spread']:8.1%}{row['bytes'] / 1e6:9.1f}"
+            f"{_share(row['bandwidth_share']):>9}{_share(row['flops_share']):>10}"
+            f"{_number(row['predicted_us']):>10}{_number(row['sdpa_us']):>9}"
+        )
+    lines += ["", *(_goal_line(goal) for goal in report["goals"])] if report["goals"] else []
+    lines += ["", *(f"FAILED {failure}" for failure in report["failures"])] if report["failures"] else []
+    return "\n".join(lines)
+
+
+def _goal_line(goal: Row) -> str:
+    return f"{goal['status']}: {goal['goal']} {_share(goal['measured'])}, goal {_share(goal['share'])}"
+
+
+def _share(value: float | None) -> str:
+    return "-" if value is None else f"{value:.1%}"
+
+
+def _number(value: float | None) -> str:
+    return "-" if value is None else f"{value:.1f}"

@@ -1,0 +1,96 @@
+"""The process that gpu_check has run its tasks: python -m tools.gpu_worker [--dry-run] TASK ...
+
+It prints a line of JSON as each task begins and as it ends. After an error it ends itself, for a GPU that met
+one is of no more use to this process; gpu_check then starts another one for the tasks that are left.
+"""
+
+import argparse
+import json
+import sys
+import time
+import traceback
+from typing import Any
+
+from tools.kernel_cases import GOLDENS, PROBES, TIMED, TRAFFIC
+from tools.kernel_cases.case import Case
+from tools.kernel_cases.goldens import difference, load, run
+from tools.machine import EmulatedMachine, Machine, launch_overhead, time_case
+
+FAILED = 3  # exit status after an error that was reported
+
+
+def cases_by_task(dry_run: bool) -> dict[str, Case]:
+    """Return the tasks that are of a case: "golden NAME", "time NAME" and "sdpa NAME", in order."""
+    tasks = {f"golden {case.name}": case for case in (*PROBES, *GOLDENS)}
+    for case in TRAFFIC if dry_run else TIMED:
+        tasks[f"time {case.name}"] = case
+        if case.attention:
+            tasks[f"sdpa {case.name}"] = case
+    return tasks
+
+
+def tasks(dry_run: bool) -> list[str]:
+    """Return all tasks, in order."""
+    return ["versions", "compile", *cases_by_task(dry_run), "copy bandwidth", "matmul", "launch overhead"]
+
+
+def run_task(name: str, machine: Machine, cases: dict[str, Case]) -> dict[str, Any]:
+    """Do a task; return its result."""
+    kind, _, _ = name.partition(" ")
+    case = cases.get(name)
+    if case and kind == "golden":
+        outputs = run(case, machine.device(case.sources), machine.to_device, machine.to_host)
+        return {"difference": difference(case, outputs, load(case))}
+    if case and kind == "time":
+        return time_case(machine, case)._asdict()
+    if case and case.attention:
+        times = machine.sdpa(case.attention)
+        return times._asdict() if times else {}
+    if name == "versions":
+        return machine.versions()
+    if name == "compile":
+        return {"instances": machine.prepare(list(cases.values()))}
+    if name == "copy bandwidth":
+        return {"bytes_per_second": machine.copy_bandwidth()}
+    if name == "matmul":
+        return {"flops_per_second": machine.matmul_flops()}
+    if name == "launch overhead":
+        function, kernel = launch_overhead(machine, TRAFFIC[0])
+        return {"case": TRAFFIC[0].name, "function_seconds": function, "kernel_seconds": kernel}
+    raise ValueError(f"no task {name!r}; there are {tasks(False)}")
+
+
+def main() -> None:
+    """Run the tasks of the command line."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--dry-run", action="store_true")
+    parser.add_argument("tasks", nargs="+")
+    args = parser.parse_args()
+    machine: Machine | None = None
+    cases = cases_by_task(args.dry_run)
+    for name in args.tasks:
+        print(json.dumps({"begin": name}), flush=True)
+        start = time.perf_counter()
+        try:
+            if machine is None:
+                machine = make_machine(args.dry_run)
+            line: dict[str, Any] = {"result": run_task(name, machine, cases)}
+        except Exception as error:  # whatever it is, it is this task's result
+            traceback.print_exc()
+            line = {"error": f"{type(error).__name__}: {error}"}
+        print(json.dumps({"end": name, "took": time.perf_counter() - start, **line}), flush=True)
+        if "error" in line:
+            sys.exit(FAILED)
+
+
+def make_machine(dry_run: bool) -> Machine:
+    """Return the machine to run on."""
+    if dry_run:
+        return EmulatedMachine()
+    from tools.gpu_machine import GpuMachine
+
+    return GpuMachine()
+
+
+if __name__ == "__main__":
+    main()
