@@ -24,7 +24,7 @@ enum class Event : uint32_t {  // as in count.py
 
 struct Row {
   uint64_t event;
-  uint64_t offset;    // in the library, behind the instruction
+  uint64_t offset;    // of the instruction, in the library
   uint64_t requests;  // of warps; BARRIER: of blocks
   uint64_t bytes;     // that lanes asked for
   uint64_t moved;     // sectors (global) or wavefronts (shared)
@@ -132,7 +132,7 @@ class Counter : public Observer {
 
  private:
   Row& row(Event event, const void* pc) {
-    const uint64_t offset = offset_in_library(pc);
+    const uint64_t offset = offset_in_library(pc) - 1;
     const uint64_t number = static_cast<uint64_t>(event);
     return by_instruction_.try_emplace({offset, number}, Row{number, offset, 0, 0, 0, 0, 0}).first->second;
   }
