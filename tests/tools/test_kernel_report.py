@@ -1,0 +1,79 @@
+import shutil
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from cupaged.kernels.launch import SOURCES
+from tools.gpu_specs import GPUS
+from tools.kernel_cases import TIMED
+from tools.kernel_cases.rms_norm import rms_norm
+from tools.kernel_report import (
+    COMMAND,
+    REPORTED,
+    Profile,
+    fingerprint,
+    instance_row,
+    instances,
+    key_of,
+    shape_row,
+)
+from tools.kernel_tables import instance_table, markdown, predictions, read_readme, shape_table
+
+CASE = rms_norm("bf16", 1000, 4096)
+
+
+def test_the_tables_in_the_readme_are_of_these_sources() -> None:
+    assert f"Sources {fingerprint(REPORTED)}," in read_readme(), (
+        f"kernels/README.md is older than its sources: {COMMAND}"
+    )
+
+
+@pytest.mark.parametrize("gpu", [gpu.name for gpu in GPUS])
+def test_the_readme_predicts_a_time_for_every_timed_case(gpu: str) -> None:
+    found = predictions(gpu)
+
+    assert set(found) == {case.name for case in TIMED}
+    assert all(times.predicted > times.roofline > 0 for times in found.values())
+
+
+def test_a_change_of_source_or_shape_changes_the_fingerprint(tmp_path: Path) -> None:
+    for path in (*SOURCES.glob("*.cu"), *SOURCES.glob("*.cuh")):
+        shutil.copy(path, tmp_path)
+    same = fingerprint([CASE], tmp_path)
+
+    assert same == fingerprint([CASE])
+    assert same != fingerprint([rms_norm("bf16", 1001, 4096)], tmp_path)
+    (tmp_path / "gpu.cuh").write_text((tmp_path / "gpu.cuh").read_text() + "\n")
+    assert same != fingerprint([CASE], tmp_path)
+
+
+def test_an_instance_is_listed_once_with_its_resources() -> None:
+    [(case, launch)] = instances([CASE, rms_norm("bf16", 7, 4096), replace(CASE, name="again")])
+
+    row = instance_row(case, launch, ["sm_80", "sm_90"])
+
+    assert row["kernel"] == "rms_norm"
+    assert row["constants"]["ELEMENT"] == "bf16"
+    assert row["spill_bytes"] == 0
+    assert list(row["registers"]) == ["sm_80", "sm_90"]
+    assert all(0 < share <= 1 for share in row["occupancy"].values())
+    assert "ELEMENT=bf16" in instance_table([row])
+
+
+def test_a_shape_has_its_sheet_s_bytes_and_times_above_the_roofline() -> None:
+    [(_, launch)] = instances([CASE])
+
+    row = shape_row(CASE, {key_of(launch): Profile(mma_flops=0.0, wavefronts=0.01, copy_bytes=0)})
+
+    assert row["bytes"] == 3 * 1000 * 4096 * 2
+    assert row["unique_bytes"] == 2001 * 4096 * 2
+    for times in row["gpus"].values():
+        assert times["predicted_us"] > times["roofline_us"] > 0
+    assert CASE.name in shape_table([row])
+
+
+def test_tables_are_aligned() -> None:
+    text = markdown(("a", "long name"), [("12345", "x")])
+
+    assert text == "| a     | long name |\n| ---   | ---       |\n| 12345 | x         |\n"

@@ -1,0 +1,183 @@
+"""What the kernels need and how long they should take, without a GPU: resources, roofline, prediction.
+
+    python tools/kernel_report.py               the instances and shapes in kernels/README.md
+    python tools/kernel_report.py --all         every instance of tools/kernel_cases
+    python tools/kernel_report.py --arch sm_89  resources for this architecture only; may be repeated
+    python tools/kernel_report.py --markdown    write the tables into kernels/README.md
+
+Registers, spills and static shared memory are the compiler's; grid, block and dynamic shared memory what the
+launch functions ask for; bytes and FLOPs what the data sheets say, which tests hold to the emulator's counts.
+Times are tools/predict.py's: predictions for a GPU to test, not measurements. Needs NVRTC and g++.
+"""
+
+import argparse
+import hashlib
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from cupaged.kernels.compile import Resources, compile_kernels
+from cupaged.kernels.launch import SOURCES
+from cupaged.kernels.nvrtc import nvrtc
+from tools.data_sheet import read
+from tools.gpu_specs import ARCHITECTURES, GPUS, occupancy
+from tools.kernel_cases import GOLDENS, INSTANCES, TIMED, TRAFFIC
+from tools.kernel_cases.case import Case, Launch, record
+from tools.kernel_tables import instance_table, shape_table, write_readme
+from tools.predict import Work, predict, roofline
+
+TOOLS = ("kernel_report", "kernel_tables", "predict", "gpu_specs")  # of this folder, that make the tables
+REPORTED = (*TIMED, *TRAFFIC)  # the cases that the tables come from
+COMMAND = "python tools/kernel_report.py --markdown"
+
+
+class Profile(NamedTuple):
+    """What the emulator counted of a kernel, for what its sheet says at the counted shape."""
+
+    mma_flops: float  # a FLOP of the sheet
+    wavefronts: float  # a byte of the sheet
+    copy_bytes: int  # of cp.async under way, a block
+
+
+def key_of(launch: Launch) -> tuple[Any, ...]:
+    """Return what tells one instance of a kernel from another."""
+    return (launch.file, launch.kernel, tuple(sorted(launch.constants.items())))
+
+
+def instances(cases: Iterable[Case]) -> list[tuple[Case, Launch]]:
+    """Return a launch of each instance that the cases name."""
+    found: dict[Any, tuple[Case, Launch]] = {}
+    for case in cases:
+        for launch in record(case):
+            found.setdefault(key_of(launch), (case, launch))
+    return [found[key] for key in sorted(found, key=repr)]
+
+
+def resources(case: Case, launch: Launch, arch: str) -> Resources:
+    """Return what the compiler says of a kernel, its shared memory with the launch's dynamic part."""
+    path = case.sources / f"{launch.file}.cu"
+    found = compile_kernels(path, arch, launch.constants).resources[launch.kernel]
+    return found._replace(shared_bytes=found.shared_bytes + launch.shared_bytes)
+
+
+def profiles(cases: Iterable[Case]) -> dict[Any, Profile]:
+    """Count the cases in the emulator; return a profile of each instance in them."""
+    from tools.kernel_counts import count
+
+    found = {}
+    for case in cases:
+        for counted in count(case):
+            flops, num_bytes = counted.says("flops"), counted.says("bytes")
+            counts = counted.counts
+            found[key_of(counted.launch)] = Profile(
+                counts.flops / flops if flops else 0.0, counts.wavefronts / num_bytes, counts.copy_bytes
+            )
+    return found
+
+
+def work_of(case: Case, launch: Launch, arch: str, profile: Profile) -> Work:
+    """Return what a launch does, for tools/predict.py."""
+    needs = resources(case, launch, arch)
+    sheet = read(launch.file, case.sources)[launch.kernel]
+    variables = {**case.variables, **launch.constants}
+    num_bytes, flops = sheet.evaluate("bytes", variables), sheet.evaluate("flops", variables)
+    x, y, z = launch.grid
+    return Work(
+        blocks=x * y * z,
+        threads=launch.block,
+        registers=needs.registers,
+        shared_bytes=needs.shared_bytes,
+        num_bytes=num_bytes,
+        unique_bytes=sheet.evaluate("unique", variables),
+        flops=flops,
+        mma_flops=profile.mma_flops * flops,
+        wavefronts=profile.wavefronts * num_bytes,
+        copy_bytes=profile.copy_bytes,
+    )
+
+
+def instance_row(case: Case, launch: Launch, archs: Sequence[str]) -> dict[str, Any]:
+    """Return an instance's row: resources by architecture."""
+    needs = {arch: resources(case, launch, arch) for arch in archs}
+    return {
+        "kernel": launch.kernel,
+        "constants": dict(sorted(launch.constants.items())),
+        "threads": launch.block,
+        "shared_bytes": max(each.shared_bytes for each in needs.values()),
+        "registers": {arch: each.registers for arch, each in needs.items()},
+        "spill_bytes": max(each.spill_bytes for each in needs.values()),
+        "occupancy": {
+            arch: round(occupancy(arch, launch.block, each.registers, each.shared_bytes), 3)
+            for arch, each in needs.items()
+        },
+    }
+
+
+def shape_row(case: Case, counted: Mapping[Any, Profile]) -> dict[str, Any]:
+    """Return a case's row: its launches' bytes and FLOPs, and microseconds on each GPU."""
+    launches = record(case)
+    row: dict[str, Any] = {"case": case.name, "kernels": [launch.kernel for launch in launches], "gpus": {}}
+    for gpu in GPUS:
+        works = [work_of(case, launch, gpu.arch, counted[key_of(launch)]) for launch in launches]
+        predictions = [predict(work, gpu) for work in works]
+        row["bytes"] = sum(work.num_bytes for work in works)
+        row["unique_bytes"] = sum(work.unique_bytes for work in works)
+        row["flops"] = sum(work.flops for work in works)
+        row["gpus"][gpu.name] = {
+            "roofline_us": round(1e6 * sum(roofline(work, gpu) for work in works), 1),
+            "predicted_us": round(1e6 * sum(each.seconds for each in predictions), 1),
+            "limit": max(predictions).limit,
+        }
+    return row
+
+
+def fingerprint(cases: Sequence[Case], sources: Path = SOURCES) -> str:
+    """Return a hash of all that the tables of these cases come from, but the compiler."""
+    launches = [
+        (case.name, repr(case.variables), [launch._replace(args=()) for launch in record(case)])
+        for case in cases
+    ]
+    parts = [repr(launches)]
+    tools = (Path(__file__).with_name(f"{name}.py") for name in TOOLS)
+    for path in (*sorted(sources.glob("*.cu")), *sorted(sources.glob("*.cuh")), *tools):
+        parts += [path.name, path.read_text(encoding="utf-8")]
+    return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
+
+
+def readme_text(instance_rows: Sequence[Mapping[str, Any]], shape_rows: Sequence[Mapping[str, Any]]) -> str:
+    """Return what stands in the README."""
+    version = ".".join(map(str, nvrtc().version))
+    return (
+        f"Sources {fingerprint(REPORTED)}, NVRTC {version}; written by `{COMMAND}`.\n\n"
+        f"{instance_table(instance_rows)}\n"
+        "**Predictions, not measurements**: roofline -> predicted microseconds, and what limits them. No\n"
+        "GPU has run these kernels; tools/predict.py says how times are computed and what is assumed.\n\n"
+        f"{shape_table(shape_rows)}"
+    )
+
+
+def main() -> None:
+    """Print the tables."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--all", action="store_true", help="every instance, not only those of the shapes")
+    parser.add_argument("--arch", action="append", choices=ARCHITECTURES, help="default: all four")
+    parser.add_argument("--markdown", action="store_true", help="write the tables into kernels/README.md")
+    args = parser.parse_args()
+    archs = args.arch or list(ARCHITECTURES)
+    cases = [*GOLDENS, *TIMED, *TRAFFIC, *INSTANCES] if args.all else TIMED
+    instance_rows = [instance_row(case, launch, archs) for case, launch in instances(cases)]
+    counted = profiles(TRAFFIC)
+    shape_rows = [shape_row(case, counted) for case in TIMED]
+    if args.markdown:
+        write_readme(readme_text(instance_rows, shape_rows))
+    print(instance_table(instance_rows))
+    print("Roofline -> predicted microseconds, and what limits them; no GPU has run these kernels.")
+    print(shape_table(shape_rows))
+    print(json.dumps({"sources": fingerprint(REPORTED), "instances": instance_rows, "shapes": shape_rows}))
+
+
+if __name__ == "__main__":
+    main()

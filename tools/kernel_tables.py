@@ -1,0 +1,89 @@
+"""The tables of kernel_report as Markdown, and their place in kernels/README.md."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from cupaged.kernels.launch import SOURCES
+from tools.gpu_specs import GPUS
+
+README = SOURCES / "README.md"
+BEGIN, END = "<!-- kernel_report: begin -->", "<!-- kernel_report: end -->"
+
+
+class Times(NamedTuple):
+    """Of one case on one GPU, in microseconds."""
+
+    roofline: float
+    predicted: float
+
+
+def markdown(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """Return a table, columns aligned."""
+    table = [list(columns), ["---"] * len(columns), *map(list, rows)]
+    widths = [max(len(row[i]) for row in table) for i in range(len(columns))]
+    lines = (" | ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in table)
+    return "\n".join(f"| {line} |" for line in lines) + "\n"
+
+
+def instance_table(rows: Sequence[Mapping[str, Any]]) -> str:
+    """Return the table of resources."""
+    archs = list(rows[0]["registers"])
+    names = ", ".join(archs)
+    columns = ("kernel", "-D", "threads", "shared KB", f"registers {names}", "spills", f"occupancy {names} %")
+    return markdown(
+        columns,
+        (
+            (
+                row["kernel"],
+                ", ".join(f"{name}={value}" for name, value in row["constants"].items()),
+                str(row["threads"]),
+                f"{row['shared_bytes'] / 1024:.1f}",
+                ", ".join(str(row["registers"][arch]) for arch in archs),
+                str(row["spill_bytes"]),
+                ", ".join(f"{100 * row['occupancy'][arch]:.0f}" for arch in archs),
+            )
+            for row in rows
+        ),
+    )
+
+
+def shape_table(rows: Sequence[Mapping[str, Any]]) -> str:
+    """Return the table of roofline and predicted times."""
+    columns = ["case", "MB", "once", "GFLOP", *(f"{gpu.name} us" for gpu in GPUS)]
+    return markdown(
+        columns,
+        (
+            (
+                row["case"],
+                f"{row['bytes'] / 1e6:.1f}",
+                f"{row['unique_bytes'] / 1e6:.1f}",
+                f"{row['flops'] / 1e9:.2f}",
+                *(
+                    f"{time['roofline_us']:.1f} -> {time['predicted_us']:.1f} {time['limit']}"
+                    for time in row["gpus"].values()
+                ),
+            )
+            for row in rows
+        ),
+    )
+
+
+def write_readme(text: str) -> None:
+    """Put the tables between their two marks in kernels/README.md."""
+    before, rest = README.read_text(encoding="utf-8").split(BEGIN)
+    README.write_text(f"{before}{BEGIN}\n{text}{END}{rest.split(END)[1]}", encoding="utf-8")
+
+
+def read_readme() -> str:
+    """Return the tables in kernels/README.md."""
+    return README.read_text(encoding="utf-8").split(BEGIN)[1].split(END)[0]
+
+
+def predictions(gpu: str) -> dict[str, Times]:
+    """Return the times that stand in kernels/README.md for a GPU of GPUS, by case."""
+    cells = [[cell.strip() for cell in line.split("|")[1:-1]] for line in read_readme().splitlines()]
+    column = next(row.index(f"{gpu} us") for row in cells if f"{gpu} us" in row)
+    times = {row[0]: row[column].split() for row in cells if len(row) > column}
+    return {
+        name: Times(float(words[0]), float(words[2])) for name, words in times.items() if "->" in words[1:]
+    }
