@@ -1,20 +1,13 @@
 """The tables of kernel_report as Markdown, and their place in kernels/README.md."""
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 from cupaged.kernels.launch import SOURCES
 from tools.gpu_specs import GPUS
 
 README = SOURCES / "README.md"
 BEGIN, END = "<!-- kernel_report: begin -->", "<!-- kernel_report: end -->"
-
-
-class Times(NamedTuple):
-    """Of one case on one GPU, in microseconds."""
-
-    roofline: float
-    predicted: float
 
 
 def markdown(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
@@ -48,7 +41,7 @@ def instance_table(rows: Sequence[Mapping[str, Any]]) -> str:
 
 
 def shape_table(rows: Sequence[Mapping[str, Any]]) -> str:
-    """Return the table of roofline and predicted times."""
+    """Return the table of roofline and predicted times, which gpu_check reads."""
     columns = ["case", "MB", "once", "GFLOP", *(f"{gpu.name} us" for gpu in GPUS)]
     return markdown(
         columns,
@@ -77,13 +70,3 @@ def write_readme(text: str) -> None:
 def read_readme() -> str:
     """Return the tables in kernels/README.md."""
     return README.read_text(encoding="utf-8").split(BEGIN)[1].split(END)[0]
-
-
-def predictions(gpu: str) -> dict[str, Times]:
-    """Return the times that stand in kernels/README.md for a GPU of GPUS, by case."""
-    cells = [[cell.strip() for cell in line.split("|")[1:-1]] for line in read_readme().splitlines()]
-    column = next(row.index(f"{gpu} us") for row in cells if f"{gpu} us" in row)
-    times = {row[0]: row[column].split() for row in cells if len(row) > column}
-    return {
-        name: Times(float(words[0]), float(words[2])) for name, words in times.items() if "->" in words[1:]
-    }

@@ -2,11 +2,7 @@ import shutil
 from dataclasses import replace
 from pathlib import Path
 
-import pytest
-
 from cupaged.kernels.launch import SOURCES
-from tools.gpu_specs import GPUS
-from tools.kernel_cases import TIMED
 from tools.kernel_cases.rms_norm import rms_norm
 from tools.kernel_report import (
     COMMAND,
@@ -18,7 +14,7 @@ from tools.kernel_report import (
     key_of,
     shape_row,
 )
-from tools.kernel_tables import instance_table, markdown, predictions, read_readme, shape_table
+from tools.kernel_tables import instance_table, markdown, read_readme, shape_table
 
 CASE = rms_norm("bf16", 1000, 4096)
 
@@ -27,14 +23,6 @@ def test_the_tables_in_the_readme_are_of_these_sources() -> None:
     assert f"Sources {fingerprint(REPORTED)}," in read_readme(), (
         f"kernels/README.md is older than its sources: {COMMAND}"
     )
-
-
-@pytest.mark.parametrize("gpu", [gpu.name for gpu in GPUS])
-def test_the_readme_predicts_a_time_for_every_timed_case(gpu: str) -> None:
-    found = predictions(gpu)
-
-    assert set(found) == {case.name for case in TIMED}
-    assert all(times.predicted > times.roofline > 0 for times in found.values())
 
 
 def test_a_change_of_source_or_shape_changes_the_fingerprint(tmp_path: Path) -> None:
