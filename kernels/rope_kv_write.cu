@@ -10,16 +10,18 @@
 //   -D            ELEMENT, THREADS (a multiple of 32), LANES (a power of two up to 32, at least head_dim / PAIR)
 // LANES lanes have a head of a token, each lane two units of 16 bytes: with rotated halves they lie rotary_dim / 2
 // apart, so that a lane has both numbers of each pair. Only a rotary_dim that is no multiple of two units (20 of 80
-// dimensions) makes lanes exchange numbers, through shared memory.
+// dimensions) makes lanes exchange numbers, through shared memory. num_norms counts those of q_norm and k_norm that are
+// given; the last sum below counts the warps that have some of q or k of a token, for each reads its angles.
 //
 // kernel rope_kv_write
 //   grid       num_tokens * (num_heads + 2 * num_kv_heads) * LANES / THREADS, rounded up, block THREADS
-//   bytes      num_tokens * (2 * num_heads + 4 * num_kv_heads) * head_dim * sizeof_T
+//   bytes      num_tokens * (2 * num_heads + 4 * num_kv_heads) * ceil_div(head_dim * sizeof_T, 64) * 64
 //              + ceil_div(num_tokens * (num_heads + 2 * num_kv_heads) * LANES, 32) * 64
 //              + (rotary_dim * 16 // sizeof_T + num_norms * head_dim * sizeof_T // 2)
 //                * sum(((t + 1) * (num_heads + 2 * num_kv_heads) - num_kv_heads - 1) * LANES // 32
 //                      - t * (num_heads + 2 * num_kv_heads) * LANES // 32 + 1 for t in range(num_tokens))
 //   unique     num_tokens * ((2 * num_heads + 4 * num_kv_heads) * head_dim * sizeof_T + rotary_dim * 4 + 8)
+//              + num_norms * head_dim * sizeof_T
 //   flops      num_tokens * (num_heads + num_kv_heads) * (3 * rotary_dim + 2 * num_norms * head_dim)
 //   registers  48
 //   shared     0 if rotary_dim * sizeof_T % 32 == 0 else THREADS // LANES * head_dim * 4
@@ -34,10 +36,14 @@ constexpr int PAIR = 2 * UNIT;         // elements of a lane
 
 using Part = float[2][UNIT];           // what a lane has of its head: two units
 
-// `from` is aligned to 16 bytes if N is a multiple of 4.
+// 2, 4 or 8 floats, aligned to 8 bytes or to 16.
 template <int N>
 DEVICE void load_floats(float (&f)[N], const float* from) {
-  if constexpr (N % 4 == 0) {
+  if constexpr (N == 2) {
+    const float2 v = __ldg(reinterpret_cast<const float2*>(from));
+    f[0] = v.x;
+    f[1] = v.y;
+  } else {
 #pragma unroll
     for (int i = 0; i < N; i += 4) {
       const uint4 v = load16(from + i);
@@ -46,9 +52,6 @@ DEVICE void load_floats(float (&f)[N], const float* from) {
       f[i + 2] = __uint_as_float(v.z);
       f[i + 3] = __uint_as_float(v.w);
     }
-  } else {
-#pragma unroll
-    for (int i = 0; i < N; i++) f[i] = __ldg(from + i);
   }
 }
 

@@ -24,6 +24,7 @@
 // kernel load_last_tokens
 //   grid       1, block THREADS: forks come before inputs that read them
 //   bytes      num_row_copy * 128 + num_seqs * 76
+//   unique     num_row_copy * 16 + num_seqs * 20
 //   flops      0
 //   registers  32
 //   shared     0
@@ -31,6 +32,7 @@
 // kernel store_last_tokens
 //   grid       ceil_div(num_seqs, THREADS), block THREADS
 //   bytes      num_seqs * 44
+//   unique     num_seqs * 16
 //   flops      0
 //   registers  32
 //   shared     0
