@@ -5,6 +5,7 @@
 //      x[0], x[1]   row r,     columns 2 c and 2 c + 1
 //      x[2], x[3]   row r + 8, the same columns
 // so four lanes share a row, and what belongs to a row (m, l) is a pair: of row r and row r + 8.
+// Scores become exponents of 2 by the factors that score_factors (attention.py) makes of scale and softcap.
 // -D: ELEMENT (bf16 or f16), HEAD_DIM (a multiple of 16)
 #pragma once
 #include "gpu.cuh"
@@ -17,14 +18,6 @@
 // in eight groups of banks, and ldmatrix has no bank conflict.
 constexpr int ROW_STRIDE = HEAD_DIM + 8;
 constexpr float LOG2_E = 1.4426950408889634f;
-
-// How scores become exponents of 2: tanh(s * scale / softcap) if there is a softcap, then times factor().
-struct Scores {
-  float scale;
-  float softcap;  // 0 = off
-
-  DEVICE float factor() const { return (softcap == 0.0f ? scale : softcap) * LOG2_E; }
-};
 
 // Call f(lane_row, lane_unit, row, unit) for each 16-byte unit (lane_row + row, lane_unit + unit) of NUM_ROWS rows
 // [HEAD_DIM] that is this lane's of a warp's; row and unit are constants once unrolled. Eight lanes in a row move whole
@@ -89,18 +82,17 @@ DEVICE void score_keys(float (&s)[M][KEYS / 8][4], const T* q, const T* k) {
   }
 }
 
-// s = tanh(s * scale / softcap), if there is a softcap.
+// s = tanh x with e^2x = 2^(s * tanh_factor), that is 1 - 2 / (1 + e^2x); nothing if tanh_factor is 0.
 template <int M, int KEYS>
-DEVICE void soften_scores(float (&s)[M][KEYS / 8][4], Scores by) {
-  if (by.softcap == 0.0f) return;
-  const float exponent = 2.0f * LOG2_E * by.scale / by.softcap;  // tanh x = 1 - 2 / (1 + e^2x)
+DEVICE void soften_scores(float (&s)[M][KEYS / 8][4], float tanh_factor) {
+  if (tanh_factor == 0.0f) return;
 #pragma unroll
   for (int t = 0; t < M; t++)
 #pragma unroll
     for (int n = 0; n < KEYS / 8; n++)
 #pragma unroll
       for (int i = 0; i < 4; i++)
-        s[t][n][i] = 1.0f - __fdividef(2.0f, 1.0f + exp2_approx(s[t][n][i] * exponent));
+        s[t][n][i] = 1.0f - __fdividef(2.0f, 1.0f + exp2_approx(s[t][n][i] * tanh_factor));
 }
 
 // Take away the scores that a row does not see: it sees the `window` keys before its `end`, counted from the first key.
@@ -118,14 +110,16 @@ DEVICE void mask_scores(float (&s)[M][KEYS / 8][4], const int (&end)[M][2], int 
       }
 }
 
-// Make scores into weights 2^(s * factor - m). m is the rows' running maximum of s * factor, l this lane's part of
-// their running sums, o their output so far, which all keep up. A row that sees none of the keys keeps its bits: where
-// m stays, `keep` is exactly 1. fmaf is spelt out so that every copy of this code rounds alike.
+// m, or 0 for a row that has not seen a key: -inf minus -inf would be no number.
+DEVICE float finite(float m) { return m == MINUS_INFINITY ? 0.0f : m; }
+
+// Raise the rows' maximum m to that of s * factor, and scale what is relative to 2^m down: l, this lane's part of the
+// weights' sum, and o, the weighted values. A row that sees none of the keys keeps its bits: `keep` is exactly 1.
 template <int M, int KEYS>
-DEVICE void weigh_scores(float (&s)[M][KEYS / 8][4], float (&m)[M][2], float (&l)[M][2], float (&o)[M][HEAD_DIM / 8][4],
-                         float factor) {
+DEVICE void raise_maximum(float (&m)[M][2], float (&l)[M][2], float (&o)[M][HEAD_DIM / 8][4],
+                          const float (&s)[M][KEYS / 8][4], float factor) {
   float keep[M][2];
-  bool moved = false;
+  bool raised = false;
 #pragma unroll
   for (int t = 0; t < M; t++)
 #pragma unroll
@@ -137,20 +131,11 @@ DEVICE void weigh_scores(float (&s)[M][KEYS / 8][4], float (&m)[M][2], float (&l
       top = fmaxf(top, __shfl_xor_sync(ALL_LANES, top, 2));
       const float last = m[t][row];
       m[t][row] = fmaxf(last, top * factor);
-      const float base = m[t][row] == MINUS_INFINITY ? 0.0f : m[t][row];  // -inf minus -inf would be no number
-      keep[t][row] = exp2_approx(last - base);
-      moved |= keep[t][row] != 1.0f;
-      float sum = 0.0f;
-#pragma unroll
-      for (int n = 0; n < KEYS / 8; n++)
-#pragma unroll
-        for (int i = 2 * row; i < 2 * row + 2; i++) {
-          s[t][n][i] = exp2_approx(fmaf(s[t][n][i], factor, -base));
-          sum += s[t][n][i];
-        }
-      l[t][row] = fmaf(l[t][row], keep[t][row], sum);
+      keep[t][row] = exp2_approx(last - finite(m[t][row]));
+      l[t][row] = __fmul_rn(l[t][row], keep[t][row]);
+      raised |= keep[t][row] != 1.0f;
     }
-  if (!__any_sync(ALL_LANES, moved)) return;  // most often: the maximum of a long row is found early
+  if (!__any_sync(ALL_LANES, raised)) return;  // most often: the maximum of a long row is found early
 #pragma unroll
   for (int t = 0; t < M; t++)
 #pragma unroll
@@ -159,29 +144,36 @@ DEVICE void weigh_scores(float (&s)[M][KEYS / 8][4], float (&m)[M][2], float (&l
       for (int i = 0; i < 4; i++) o[t][n][i] *= keep[t][i / 2];
 }
 
-// o += s v. v [KEYS][ROW_STRIDE] in shared memory; what no row sees must be finite there, for 0 times it is added.
+// o += w v and l += w with the weights w = 2^(s * factor - m). v [KEYS][ROW_STRIDE] in shared memory; what no row sees
+// must be finite there, for 0 times it is added. Weights are made 16 keys at a time, so that the exponentials of some
+// run beside the products of others.
 template <int M, int KEYS>
-DEVICE void add_values(float (&o)[M][HEAD_DIM / 8][4], const float (&s)[M][KEYS / 8][4], const T* v) {
+DEVICE void add_values(float (&o)[M][HEAD_DIM / 8][4], float (&l)[M][2], const float (&s)[M][KEYS / 8][4],
+                       const float (&m)[M][2], float factor, const T* v) {
   const int lane = threadIdx.x % WARP;
   v += lane % 16 * ROW_STRIDE + lane / 16 * 8;
 #pragma unroll
   for (int n = 0; n < KEYS / 16; n++) {
-    uint32_t a[M][4];  // the scores' registers are those of mma's left operand
+    uint32_t a[M][4];  // the scores' places are those of mma's left operand
 #pragma unroll
-    for (int m = 0; m < M; m++)
+    for (int t = 0; t < M; t++)
 #pragma unroll
       for (int i = 0; i < 4; i++) {
-        const float(&pair)[4] = s[m][2 * n + i / 2];
-        a[m][i] = Element<T>::pair(pair[i % 2 * 2], pair[i % 2 * 2 + 1]);
+        const float* const pair = s[t][2 * n + i / 2] + i % 2 * 2;
+        const float base = finite(m[t][i % 2]);
+        const float first = exp2_approx(fmaf(pair[0], factor, -base));
+        const float second = exp2_approx(fmaf(pair[1], factor, -base));
+        l[t][i % 2] += first + second;
+        a[t][i] = Element<T>::pair(first, second);
       }
 #pragma unroll
     for (int d = 0; d < HEAD_DIM / 16; d++) {
       uint32_t b[4];  // two parts of 8 dimensions, each of 8 + 8 keys
       load_matrices_transposed(b, v + 16 * n * ROW_STRIDE + 16 * d);
 #pragma unroll
-      for (int m = 0; m < M; m++) {
-        Element<T>::multiply(o[m][2 * d], a[m], b[0], b[1]);
-        Element<T>::multiply(o[m][2 * d + 1], a[m], b[2], b[3]);
+      for (int t = 0; t < M; t++) {
+        Element<T>::multiply(o[t][2 * d], a[t], b[0], b[1]);
+        Element<T>::multiply(o[t][2 * d + 1], a[t], b[2], b[3]);
       }
     }
   }

@@ -218,16 +218,16 @@ DEVICE void copy_queries(T* shared, const T* q, int group) {
 
 // Attend with the group's rows to the warp's tiles: values o relative to 2^m, l this lane's part of the weights' sum.
 DEVICE void attend(float (&o)[1][HEAD_DIM / 8][4], float (&m)[1][2], float (&l)[1][2], const T* queries,
-                   const Walk& walk, Scores by) {
+                   const Walk& walk, float factor, float tanh_factor) {
   int half = 0;
   for (int tile = threadIdx.x / WARP; tile < walk.num_tiles; tile += WARPS, half += 2) {
     float s[1][TILE / 8][4];
     score_keys<1, TILE>(s, queries, walk.take(half));
-    soften_scores<1, TILE>(s, by);
+    soften_scores<1, TILE>(s, tanh_factor);
     const int begin = walk.begin - tile * TILE, end = walk.end - tile * TILE;
     if (begin > 0 || end < TILE) mask_scores<1, TILE>(s, {{end, end}}, end - begin);
-    weigh_scores<1, TILE>(s, m, l, o, by.factor());
-    add_values<1, TILE>(o, s, walk.take(half + 1));
+    raise_maximum<1, TILE>(m, l, o, s, factor);
+    add_values<1, TILE>(o, l, s, m, factor, walk.take(half + 1));
   }
 }
 
@@ -251,8 +251,8 @@ DEVICE void store_part(float* values, float2* weights, const float (&o)[HEAD_DIM
 KERNEL(THREADS, MIN_BLOCKS)
 paged_decode(T* out, float* workspace, const T* q, const T* pool, const int* block_tables, const int* seq_lens,
              const float* sinks, int64_t q_stride, int64_t block_stride, int64_t layer_offset, int table_stride,
-             int num_seqs, int num_kv_heads, int max_splits, int group, int block_size, int window, float scale,
-             float softcap) {
+             int num_seqs, int num_kv_heads, int max_splits, int group, int block_size, int window, float factor,
+             float tanh_factor) {
   DYNAMIC_SHARED(shared);
   SHARED_ARRAY(float2, weights, [WARPS][ROWS]);
   const int kv_head = blockIdx.x % num_kv_heads, index = blockIdx.x / num_kv_heads;
@@ -284,7 +284,7 @@ paged_decode(T* out, float* workspace, const T* q, const T* pool, const int* blo
   __syncthreads();  // the queries are there
 
   float o[1][HEAD_DIM / 8][4] = {}, m[1][2] = {{MINUS_INFINITY, MINUS_INFINITY}}, l[1][2] = {};
-  attend(o, m, l, queries, walk, {scale, softcap});
+  attend(o, m, l, queries, walk, factor, tanh_factor);
 
   __syncthreads();  // no warp reads queries or rings any more
   float* const values = reinterpret_cast<float*>(shared);  // [WARPS][ROWS][ROW_STRIDE] in their place

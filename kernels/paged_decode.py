@@ -5,6 +5,7 @@ The twin is paged_attention_cpu. How many splits a step has is the host's to kno
 
 import numpy as np
 
+from cupaged.kernels.attention import ALL_TOKENS, score_factors
 from cupaged.kernels.launch import Array, Device, element_type
 
 # Tokens, a block's work for one KV head: 256 KiB of keys and values at head_dim 128. What it leaves to merge
@@ -16,7 +17,6 @@ MAX_GROUP = 16  # query heads of a KV head, the rows of one mma tile
 SLOTS = {64: 5, 80: 5, 96: 5, 128: 4, 192: 3, 256: 2}
 THREADS = 128
 TILE = 16  # tokens
-ALL_TOKENS = 2**31 - 1  # a window that has no end
 
 
 def num_splits(seq_lens: Array, sliding_window: int) -> int:
@@ -70,7 +70,7 @@ def paged_decode_cuda(
             *(out, workspace, q, pool, block_tables, seq_lens, sinks),
             *(q.strides[0] // size, pool.strides[0] // size, layer * (pool.strides[1] // size)),
             *(block_tables.strides[0] // 4, num_seqs, num_kv_heads, max_splits, group, block_size, window),
-            *(scale, softcap),
+            *score_factors(scale, softcap),
         ),
         shared_bytes=(16 + 4 * 16 * slots) * (head_dim + 8) * size,  # queries and rings, in padded rows
     )
