@@ -17,7 +17,7 @@
 //   grid       num_tokens * (num_heads + 2 * num_kv_heads) * LANES / THREADS, rounded up, block THREADS
 //   bytes      num_tokens * (2 * num_heads + 4 * num_kv_heads) * ceil_div(head_dim * sizeof_T, 64) * 64
 //              + ceil_div(num_tokens * (num_heads + 2 * num_kv_heads) * LANES, 32) * 64
-//              + (rotary_dim * 16 // sizeof_T + num_norms * head_dim * sizeof_T // 2)
+//              + (rotary_dim * (4 if interleaved else 16 // sizeof_T) + num_norms * head_dim * sizeof_T // 2)
 //                * sum(((t + 1) * (num_heads + 2 * num_kv_heads) - num_kv_heads - 1) * LANES // 32
 //                      - t * (num_heads + 2 * num_kv_heads) * LANES // 32 + 1 for t in range(num_tokens))
 //   unique     num_tokens * ((2 * num_heads + 4 * num_kv_heads) * head_dim * sizeof_T + rotary_dim * 4 + 8)

@@ -72,6 +72,7 @@ def rope_kv_write(
             "head_dim": head_dim,
             "rotary_dim": rotary_dim,
             "num_norms": int(norms),
+            "interleaved": interleaved,
         },
         tolerance=ROUNDED[element],
     )

@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from cupaged.kernels.launch import Array, Device
+from cupaged.kernels.launch import Array, Device, ceil_div
 from cupaged.kernels.rows import (
     copy_blocks_cuda,
     gather_rows_cuda,
@@ -36,7 +36,10 @@ def gather_rows(element: str, num_rows: int, size: int, *, num_given: int) -> Ca
         make=make,
         launch=launch,
         outputs=("out",),
-        variables={"num_rows": num_rows, "row_bytes": size * np.dtype(DTYPES[element]).itemsize},
+        variables={
+            "num_rows": num_rows - ceil_div(num_rows, 8),
+            "row_bytes": size * np.dtype(DTYPES[element]).itemsize,
+        },
     )
 
 
