@@ -1,9 +1,9 @@
 """What the kernels need and how long they should take, without a GPU: resources, roofline, prediction.
 
-    python tools/kernel_report.py               the instances and shapes in kernels/README.md
-    python tools/kernel_report.py --all         every instance of tools/kernel_cases
-    python tools/kernel_report.py --arch sm_89  resources for this architecture only; may be repeated
-    python tools/kernel_report.py --markdown    write the tables into kernels/README.md
+    sh tools/kernel_report               the instances and shapes in kernels/README.md
+    sh tools/kernel_report --all         every instance of tools/kernel_cases
+    sh tools/kernel_report --arch sm_89  resources for this architecture only; may be repeated
+    sh tools/kernel_report --markdown    write the tables into kernels/README.md
 
 Registers, spills and static shared memory are the compiler's; grid, block and dynamic shared memory what the
 launch functions ask for; bytes and FLOPs what the data sheets say, which tests hold to the emulator's counts.
@@ -29,7 +29,7 @@ from tools.predict import Work, predict, roofline
 
 TOOLS = ("kernel_report", "kernel_tables", "predict", "gpu_specs")  # of this folder, that make the tables
 REPORTED = (*TIMED, *TRAFFIC)  # the cases that the tables come from
-COMMAND = "python tools/kernel_report.py --markdown"
+COMMAND = "sh tools/kernel_report --markdown"
 
 
 class Profile(NamedTuple):

@@ -20,7 +20,7 @@ from typing import NamedTuple
 
 from tools.gpu_specs import Gpu, blocks_per_sm
 
-LAUNCH = 2.0e-6  # s from one kernel's end to the next one's start in a graph; assumed
+LAUNCH = 1.5e-6  # s from one kernel's end to the next one's start in a graph; assumed
 HBM_LATENCY = 0.7e-6  # s, under load; assumed
 L2_LATENCY = 0.3e-6  # s, under load; assumed
 LOADS_UNDER_WAY = 32  # bytes of a thread without cp.async, two 16-byte loads; assumed
