@@ -183,7 +183,7 @@ class GpuMachine:
 
 def calls_of_a_graph(seconds: float, num_sets: int) -> int:
     """Return how many calls of so many seconds make a graph, each set of arrays equally often."""
-    rounds = min(MAX_CALLS // num_sets, ceil_div(int(1e9 * GRAPH_SECONDS), int(1e9 * seconds * num_sets) + 1))
+    rounds = min(MAX_CALLS // num_sets, round(GRAPH_SECONDS / max(seconds * num_sets, 1e-9)))
     return max(1, rounds) * num_sets
 
 

@@ -1,0 +1,152 @@
+"""How gpu_check times a GPU, with a stand-in for CuPy whose clock is known."""
+
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+from cupaged.kernels.launch import SOURCES
+from tools.gpu_machine import CHUNK, NUM_REPEATS, GpuMachine, calls_of_a_graph
+from tools.kernel_cases import TIMED
+from tools.machine import EmulatedMachine, launch_overhead, summarize, time_case
+
+CALL_SECONDS = 1e-5
+
+
+class Array(np.ndarray[Any, Any]):
+    """A NumPy array with the few names of a CuPy array that are used."""
+
+    def set(self, values: np.ndarray[Any, Any]) -> None:
+        assert values.dtype == self.dtype
+        assert values.flags.c_contiguous
+        self[...] = values
+
+    def get(self) -> np.ndarray[Any, Any]:
+        return np.array(self)
+
+    @property
+    def data(self) -> Any:
+        return SimpleNamespace(memset=lambda value, _: self.view(np.uint8).fill(value))
+
+
+class Stream:
+    """Work takes time on it; while it is captured it takes none, and its graph does later."""
+
+    ptr = 1
+
+    def __init__(self) -> None:
+        self.clock = 0.0
+        self.captured: float | None = None
+
+    def work(self, seconds: float) -> None:
+        if self.captured is None:
+            self.clock += seconds
+        else:
+            self.captured += seconds
+
+    def begin_capture(self) -> None:
+        assert self.captured is None
+        self.captured = 0.0
+
+    def end_capture(self) -> Any:
+        seconds, self.captured = self.captured, None
+        assert seconds is not None
+        return SimpleNamespace(launch=lambda stream: stream.work(seconds))
+
+
+class Event:
+    """A moment of a stream's clock."""
+
+    def record(self, stream: Stream) -> None:
+        assert stream.captured is None
+        self.clock = stream.clock
+
+    def synchronize(self) -> None: ...
+
+
+class Device:
+    """CudaDevice: every launch takes CALL_SECONDS."""
+
+    arch = "sm_90"
+
+    def __init__(self, sources: Path = SOURCES) -> None:
+        assert sources == SOURCES
+        self.stream = Stream()
+        properties = {"name": b"NVIDIA H200", "multiProcessorCount": 132, "l2CacheSize": 60 << 20}
+        runtime = SimpleNamespace(getDeviceProperties=lambda _: properties)
+        device = SimpleNamespace(id=0, synchronize=lambda: None)
+        cuda = SimpleNamespace(
+            runtime=runtime,
+            Device=lambda: device,
+            Event=Event,
+            get_elapsed_time=lambda start, end: (end.clock - start.clock) * 1e3,
+        )
+        self.cupy = SimpleNamespace(cuda=cuda, empty=lambda shape, dtype: np.empty(shape, dtype).view(Array))
+
+    def kernel(self, *_: Any, **__: Any) -> Callable[..., None]:
+        return lambda *_: self.stream.work(CALL_SECONDS)
+
+
+@pytest.fixture
+def machine(monkeypatch: pytest.MonkeyPatch) -> GpuMachine:
+    """An H200 whose every launch takes CALL_SECONDS."""
+    monkeypatch.setattr("tools.gpu_machine.CudaDevice", Device)
+    return GpuMachine()
+
+
+def test_case_is_timed_as_a_graph_over_more_inputs_than_l2_holds(machine: GpuMachine) -> None:
+    case = next(case for case in TIMED if case.name == "rms_norm-bf16-256x4096")  # 4.2 MB
+
+    times = time_case(machine, case)
+
+    assert times.seconds == pytest.approx(CALL_SECONDS)
+    assert times.spread == pytest.approx(0.0)
+    assert times.num_sets == -(-3 * (60 << 20) // (2 * 256 * 4096 * 2 + 4096 * 2))
+    assert times.num_calls % times.num_sets == 0
+
+
+@pytest.mark.parametrize(
+    ("seconds", "num_sets", "num_calls"),
+    [(1e-3, 2, 2), (1e-5, 2, 200), (1e-5, 45, 180), (1e-7, 6, 252), (1, 9, 9)],
+)
+def test_graph_has_each_input_equally_often(seconds: float, num_sets: int, num_calls: int) -> None:
+    assert calls_of_a_graph(seconds, num_sets) == num_calls
+
+
+def test_median_and_spread_of_the_middle() -> None:
+    seconds = [1.0] + [2.0] * (NUM_REPEATS - 3) + [3.0, 9.0]
+
+    times = summarize(seconds, 4, 2)
+
+    assert times.seconds == 0.5
+    assert times.spread == 0.0
+
+
+def test_large_arrays_are_random_and_all_different(machine: GpuMachine) -> None:
+    first, second = (machine.maker.normal((CHUNK + 7,), ml_dtypes.bfloat16) for _ in range(2))
+
+    assert first.dtype == ml_dtypes.bfloat16
+    assert abs(first.astype(np.float32).std() - 1) < 0.01
+    assert (first[:99] != second[:99]).any()
+    assert np.isfinite(first.astype(np.float32)).all()
+
+
+def test_arrays_to_write_are_poisoned(machine: GpuMachine) -> None:
+    assert np.isnan(machine.maker.unwritten((3, 5))).all()
+    assert (machine.maker.unwritten((2,), np.int32) == -1).all()
+
+
+def test_host_time_of_a_launch_is_taken_on_any_machine(machine: GpuMachine) -> None:
+    function, kernel = launch_overhead(machine, TIMED[0])
+
+    assert 0 < kernel < function < 1e-3
+
+
+def test_dry_run_has_the_same_names_as_a_gpu(machine: GpuMachine) -> None:
+    names = {name for name in dir(EmulatedMachine) if not name.startswith("_")}
+
+    assert names <= set(dir(machine))
