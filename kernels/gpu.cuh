@@ -104,9 +104,6 @@ DEVICE void multiply_f16(float (&c)[4], const uint32_t (&a)[4], uint32_t b0, uin
       : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
-
-DEVICE uint4 load16(const void* p) { return __ldg(static_cast<const uint4*>(p)); }  // of what no thread writes
-DEVICE void store16(void* p, uint4 v) { *static_cast<uint4*>(p) = v; }
 #endif
 
 // ---- Elements, one by one, in pairs, and by the 16 bytes ----------------------------------------------------------------
@@ -147,7 +144,9 @@ struct Element<f16> {
 template <class T>
 constexpr int PER_16_BYTES = 16 / sizeof(T);  // elements
 
+DEVICE uint4 load16(const void* p) { return __ldg(static_cast<const uint4*>(p)); }  // of what no thread writes
 DEVICE uint4 read16(const void* p) { return *static_cast<const uint4*>(p); }  // also of what this thread writes later
+DEVICE void store16(void* p, uint4 v) { *static_cast<uint4*>(p) = v; }
 
 #if defined(ELEMENT)
 using T = ELEMENT;  // the type that a kernel is compiled for: bf16, f16 or float

@@ -17,7 +17,7 @@ SCHEDULES: tuple[dict[str, Any], ...] = (
 def identical_under_all_schedules(
     launch: Callable[[EmulatedDevice], None], *outputs: np.ndarray[Any, Any]
 ) -> bool:
-    """Return whether `launch` writes the same bits to `outputs`, filled with 0xA5 before, in any order of threads."""
+    """Return whether `launch` writes the same bits to `outputs` (0xA5 before) in any order of threads."""
     found = set()
     for schedule in SCHEDULES:
         for output in outputs:
