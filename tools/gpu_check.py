@@ -1,6 +1,6 @@
 """Check the kernels on a GPU: their goldens, then their times beside predictions and limits of the same run.
 
-    sh tools/gpu_check --kernels [--json PATH]      on a machine with an NVIDIA GPU, about 2 minutes
+    sh tools/gpu_check --kernels [--json PATH]      on a machine with an NVIDIA GPU, in 4 minutes at most
     sh tools/gpu_check --kernels --dry-run          through the emulator, small shapes, without a GPU
 
 Times are medians over graphs of many calls with random inputs that no call finds in L2. The exit status is 0

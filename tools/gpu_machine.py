@@ -157,11 +157,12 @@ class GpuMachine:
 
     def copy_bandwidth(self) -> float:
         runtime, stream = self._cupy.cuda.runtime, self._devices[SOURCES].stream
-        source, target = (self.maker.normal((COPY_BYTES // 2,), np.float16).data.ptr for _ in range(2))
+        source = self.maker.normal((COPY_BYTES // 4,))
+        target = self.maker.unwritten(source.shape)
         kind = runtime.memcpyDeviceToDevice
 
         def copy() -> None:
-            runtime.memcpyAsync(target, source, COPY_BYTES, kind, stream.ptr)
+            runtime.memcpyAsync(target.data.ptr, source.data.ptr, COPY_BYTES, kind, stream.ptr)
 
         self._elapsed(stream, copy)
         return 2 * COPY_BYTES / statistics.median(self._elapsed(stream, copy) for _ in range(NUM_REPEATS))
