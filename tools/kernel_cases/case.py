@@ -36,6 +36,9 @@ ROUNDED = {
     "float": Tolerance(2**-18, 2**-20),
 }
 
+# Of attention: rarely a weight is rounded to T the other way, too, of which an output is a mean.
+ATTENTION = {"bf16": Tolerance(2**-7, 2**-9), "f16": Tolerance(2**-10, 2**-12)}
+
 
 class Maker(Protocol):
     """Makes a case's arrays, all C-contiguous; views of them are taken where they are launched."""

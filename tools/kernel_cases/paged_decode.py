@@ -4,11 +4,8 @@ import numpy as np
 
 from cupaged.kernels.launch import Array, Device
 from cupaged.kernels.paged_decode import num_splits, paged_decode_cuda, paged_decode_workspace
-from tools.kernel_cases.case import DTYPES, Arrays, Attention, Case, Maker, Tolerance
+from tools.kernel_cases.case import ATTENTION, DTYPES, Arrays, Attention, Case, Maker
 from tools.kernel_cases.paged import Heads, Paging
-
-# Weights are rounded to T before they meet their values, and the sum once more.
-TOLERANCES = {"bf16": Tolerance(2**-7, 2**-7), "f16": Tolerance(2**-10, 2**-10)}
 
 
 def paged_decode(
@@ -67,7 +64,7 @@ def paged_decode(
             "max_splits": max_splits,
             "window": paging.window or 2**31 - 1,
         },
-        tolerance=TOLERANCES[element],
+        tolerance=ATTENTION[element],
         attention=Attention(element, num_seqs, 1, paging.seq_lens[0], num_heads, num_kv_heads, head_dim),
     )
 
