@@ -44,7 +44,7 @@ KERNEL(32) share_units(uint4* out, const uint4* x, int stride) {
 KERNEL(32) load_rows(uint32_t* out, const bf16* x, int row_stride) {
   SHARED_ARRAY(bf16, s, [16 * 72]);
   for (int i = threadIdx.x; i < 16 * 8; i += WARP)
-    copy_async(s + i / 8 * row_stride + i % 8 * 8, x + i * 8, i / 8 < 15);
+    copy_async(s + i / 8 * row_stride + i % 8 * 8, x + i * 8, i / 8 >= 5);  // the first time no lane reads
   commit_copies();
   wait_copies<0>();
   __syncwarp();
@@ -61,14 +61,37 @@ KERNEL(32) leave_early(int* out, const int* x) {
   out[threadIdx.x] = sum;
 }
 
-KERNEL(32) skip_one(int* out, const int* x) {
+KERNEL(32) skip_one(int* out, const int* x, int n, int whole_block) {
   int sum = 0;
-  for (int i = 0; i < 2; i++) {
+  for (int i = 0; i < n; i++) {
     if (i > 0 || threadIdx.x > 0) sum += x[i * 32 + threadIdx.x];
-    __syncwarp();
+    if (whole_block) {
+      __syncthreads();
+    } else {
+      __syncwarp();
+    }
   }
   out[threadIdx.x] = sum;
 }
+
+KERNEL(32) read_twice(float* out, float* x) {
+  const float first = x[threadIdx.x];
+  __syncthreads();
+  out[threadIdx.x] = first + x[threadIdx.x];
+}
+
+KERNEL(32) copy_rounds(const uint4* x, int n) {
+  SHARED_ARRAY(uint4, s, [32]);
+  for (int i = 0; i < n; i++) {
+    copy_async(s + threadIdx.x, x + threadIdx.x, true);
+    commit_copies();
+    wait_copies<0>();
+  }
+}
+
+struct Eight { float x[8]; };
+
+KERNEL(32) copy_structs(Eight* out, const Eight* x) { out[threadIdx.x] = x[threadIdx.x]; }
 
 KERNEL(48) count_up(int* out, const int* x) {
   if (__any_sync(threadIdx.x < 32 ? ALL_LANES : 0xffffu, x[threadIdx.x] > 0)) atomicAdd(out, 1);
@@ -142,15 +165,12 @@ def test_units_of_16_bytes_are_one_access_each_at_the_line_that_calls(device: Co
         assert found == Count(6, 3072, 96, 96, frozenset({16}))
 
 
-def test_what_a_block_or_a_launch_reads_again_can_be_told_from_what_it_reads_once(
-    device: CountingDevice,
-) -> None:
-    device.kernel("hand", "read_strided")((5, 1, 1), 32, (floats(32), floats(1024), 1, 0))
+def test_what_is_read_again_can_be_told_from_what_is_read_once(device: CountingDevice) -> None:
+    counts = launch(device, "read_twice", 32, floats(32), floats(32), grid=5)
 
-    counts = device.counts["read_strided"]
-    assert counts.bytes_moved == 5 * 256
+    assert counts.bytes_moved == 5 * 3 * 128
     assert counts.block_read_bytes == 5 * 128
-    assert counts.launch_bytes == 256
+    assert counts.launch_bytes == 2 * 128
 
 
 @pytest.mark.parametrize(
@@ -200,18 +220,25 @@ def test_matrix_rows_conflict_unless_padded(device: CountingDevice, row_stride: 
     }
 
 
-def test_async_copies_read_sectors_and_write_banks_and_are_under_way_until_waited_for(
-    device: CountingDevice,
-) -> None:
+def test_async_copies_read_sectors_and_write_banks(device: CountingDevice) -> None:
     x = np.zeros((16, 64), np.uint16)
 
     counts = launch(device, "load_rows", 32, np.zeros(32, np.uint32), x, 72)
 
     assert counts.total(Event.COPY_SOURCE) == Count(
-        4, 15 * 128, 60, 60, frozenset({16})
-    )  # one row is no read
+        3, 11 * 128, 44, 44, frozenset({16})
+    )  # of 16 rows 5 are zeros
     assert counts.total(Event.COPY_DESTINATION) == Count(4, 16 * 128, 16, 16, frozenset({16}))
     assert counts.copy_bytes == 16 * 128
+
+
+def test_async_copies_are_under_way_until_waited_for(device: CountingDevice) -> None:
+    x = np.zeros((32, 4), np.uint32)
+
+    counts = launch(device, "copy_rounds", 32, x, 3)
+    launch(device, "copy_rounds", 32, x, 0)
+
+    assert counts.copy_bytes == 512
 
 
 def test_operations_of_a_warp(device: CountingDevice) -> None:
@@ -238,12 +265,21 @@ def test_lanes_that_leave_a_loop_are_idle_in_its_later_requests(device: Counting
     assert counts.moved == 4 * 8 + 3 * 8 + 2 * 8 + 8
 
 
-def test_requests_begin_anew_where_the_warp_meets(device: CountingDevice) -> None:
-    x = np.zeros((2, 32), np.int32)
+@pytest.mark.parametrize("whole_block", [0, 1])
+def test_requests_begin_anew_where_the_warp_meets(device: CountingDevice, whole_block: int) -> None:
+    x, out = np.zeros((2, 32), np.int32), np.zeros(32, np.int32)
 
-    counts = launch(device, "skip_one", 32, np.zeros(32, np.int32), x).total(Event.GLOBAL_LOAD)
+    counts = launch(device, "skip_one", 32, out, x, 2, whole_block).total(Event.GLOBAL_LOAD)
 
     assert counts == Count(2, 4 * 63, 8, 8, frozenset({4}))  # paired across iterations: 9 sectors
+
+
+def test_a_struct_goes_by_16_bytes(device: CountingDevice) -> None:
+    x = floats(8 * 32).reshape(32, 8)
+
+    counts = launch(device, "copy_structs", 32, x.copy(), x).total(Event.GLOBAL_LOAD)
+
+    assert counts == Count(2, 1024, 64, 32, frozenset({16}))
 
 
 def test_barriers_count_by_block_and_votes_and_atomics_by_warp(device: CountingDevice) -> None:
