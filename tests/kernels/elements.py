@@ -1,5 +1,6 @@
 """The element types that CUDA kernels are compiled for, and how near to float64 a result in one must be."""
 
+from pathlib import Path
 from typing import Any
 
 import ml_dtypes
@@ -25,6 +26,11 @@ def strided(x: Array, gap: int = 16) -> Array:
     wide = np.full((len(x), x.shape[1] + gap), np.nan, x.dtype)
     wide[:, : x.shape[1]] = x
     return wide[:, : x.shape[1]]
+
+
+def sparse(folder: Path, shape: tuple[int, ...], dtype: Any) -> Array:
+    """Return zeros, of which only what is touched takes memory or disk."""
+    return np.memmap(folder / "sparse", dtype, "w+", shape=shape)
 
 
 def assert_rounded_once(out: Array, expected: Array, magnitude: Array | None = None) -> None:

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 from itertools import product
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -10,7 +11,7 @@ import pytest
 from cupaged.jit import specialize
 from cupaged.kernels.rope_kv_write import SIGNATURE, rope_kv_write_cpu, rope_kv_write_cuda
 from tests.cuda_on_cpu.device import EmulatedDevice
-from tests.kernels.elements import BF16, DTYPES, F16, F32, Array, assert_rounded_once, normal
+from tests.kernels.elements import BF16, DTYPES, F16, F32, Array, assert_rounded_once, normal, sparse
 from tests.kernels.schedules import identical_under_all_schedules
 
 EPS = 1e-6
@@ -202,12 +203,11 @@ def test_nan_stays_in_its_head(device: EmulatedDevice) -> None:
     step.check()
 
 
-def test_block_beyond_2_to_the_31_elements_is_reached() -> None:
+def test_block_beyond_2_to_the_31_elements_is_reached(tmp_path: Path) -> None:
     step = CudaStep(num_tokens=1, num_heads=1, num_kv_heads=1)
     last = 2**31 // step.pool[0].size
     step.slots[:] = last * step.block_size + 5
-    memory = np.zeros((last + 1) * step.pool[0].size, BF16)  # 4 GB, of which what is touched becomes real
-    step.pool = memory.reshape(-1, *step.pool.shape[1:])
+    step.pool = sparse(tmp_path, (last + 1, *step.pool.shape[1:]), BF16)
 
     step.run(EmulatedDevice())
 

@@ -1,5 +1,6 @@
 """rows.cu: its moves are exact, so each is held to NumPy and to the CPU twin bit for bit."""
 
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -20,7 +21,7 @@ from cupaged.kernels.rows import (
     store_last_tokens_cuda,
 )
 from tests.cuda_on_cpu.device import EmulatedDevice
-from tests.kernels.elements import BF16, DTYPES, F32, Array, normal, strided
+from tests.kernels.elements import BF16, DTYPES, F32, Array, normal, sparse, strided
 from tests.kernels.schedules import identical_under_all_schedules
 
 
@@ -58,9 +59,9 @@ def test_gather_of_no_rows_does_nothing(device: EmulatedDevice) -> None:
     gather_rows_cuda(device, np.zeros((4, 64), BF16), ints(), np.zeros((0, 64), BF16))
 
 
-def test_row_beyond_2_to_the_31_elements_is_reached() -> None:
-    last = 2**31 // 4096
-    x, out = np.zeros((last + 1, 4096), BF16), np.full((1, 4096), np.nan, BF16)  # 4 GB, hardly touched
+def test_row_beyond_32_gb_is_reached(tmp_path: Path) -> None:
+    last = 2**31 * 8 // 4096  # 2^31 units
+    x, out = sparse(tmp_path, (last + 1, 4096), BF16), np.full((1, 4096), np.nan, BF16)
     x[last] = normal(np.random.default_rng(0), (4096,), BF16)
 
     gather_rows_cuda(EmulatedDevice(), x, ints(last), out)
@@ -129,8 +130,8 @@ def test_copy_of_no_blocks_does_nothing(device: EmulatedDevice) -> None:
     copy_blocks_cuda(device, np.zeros((1, 16), np.uint8), np.zeros((1, 16), np.uint8), pairs())
 
 
-def test_block_beyond_4_gb_is_reached() -> None:
-    pool = np.zeros((2**32 // 65536 + 2, 65536), np.uint8)  # hardly touched
+def test_block_beyond_32_gb_is_reached(tmp_path: Path) -> None:
+    pool = sparse(tmp_path, (2**31 * 16 // 65536 + 2, 65536), np.uint8)  # 2^31 units and two blocks
     pool[-1] = 7
 
     copy_blocks_cuda(EmulatedDevice(), pool, pool, pairs((len(pool) - 1, len(pool) - 2)))
