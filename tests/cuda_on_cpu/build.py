@@ -24,7 +24,8 @@ HERE = Path(__file__).parent
 UNUSED_DAYS = 30  # after which a library is removed
 
 _ALL = [
-    *("-std=c++17", "-march=native", "-g1", "-fPIC", "-fvisibility=hidden"),
+    *("-std=c++17", "-march=native", "-fPIC", "-fvisibility=hidden"),
+    *("-g1", "-gdwarf-4"),  # in version 5, addr2line takes one file for another now and then
     "-fno-gnu-unique",  # a static of an inline function is of its library, not of the process
     "-fno-strict-aliasing",
     "-fno-math-errno",
