@@ -12,12 +12,14 @@ from tools.kernel_cases import TRAFFIC
 from tools.kernel_cases.case import Case
 from tools.kernel_cases.paged import Heads, Paging
 from tools.kernel_cases.paged_decode import paged_decode
+from tools.kernel_cases.paged_prefill import paged_prefill
 from tools.kernel_cases.rms_norm import rms_norm
 from tools.kernel_counts import Counted, count
 
 HEAD_DIMS = (64, 80, 96, 128, 192, 256)
 ATTENTION = [
     *(paged_decode(Heads("bf16", 8, 2, head_dim), Paging((17, 640))) for head_dim in HEAD_DIMS),
+    *(paged_prefill(Heads("bf16", 8, 2, head_dim), Paging((17, 97)), (5, 70)) for head_dim in HEAD_DIMS),
 ]
 
 _counted: dict[str, list[Counted]] = {}  # by case
