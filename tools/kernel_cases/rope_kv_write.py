@@ -71,7 +71,7 @@ def rope_kv_write(
             "num_kv_heads": num_kv_heads,
             "head_dim": head_dim,
             "rotary_dim": rotary_dim,
-            "num_norms": int(norms),
+            "num_norms": 2 if norms else 0,
             "interleaved": interleaved,
         },
         tolerance=ROUNDED[element],
