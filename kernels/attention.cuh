@@ -40,7 +40,7 @@ DEVICE void each_unit(F f) {
 }
 
 // Start copying NUM_ROWS rows [HEAD_DIM], which lie one after the other from `global` on, to shared memory
-// [NUM_ROWS][ROW_STRIDE], by one warp. Rows outside [begin, end) become 0 and are not read, but `global` must be mapped.
+// [NUM_ROWS][ROW_STRIDE], by one warp. Rows outside [begin, end) become 0 and are not read, but `global` is mapped.
 template <int NUM_ROWS>
 DEVICE void copy_rows(T* shared, const T* global, int begin, int end) {
   const uint32_t num_valid = max(end - begin, 0);
