@@ -15,7 +15,7 @@ import hashlib
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from cupaged.kernels.compile import Resources, compile_kernels
 from cupaged.kernels.launch import SOURCES
@@ -27,6 +27,9 @@ from tools.kernel_cases.case import Case, Launch, record
 from tools.kernel_tables import instance_table, shape_table, write_readme
 from tools.predict import Work, predict, roofline
 
+if TYPE_CHECKING:
+    from tools.kernel_counts import Counted
+
 TOOLS = ("kernel_report", "kernel_tables", "predict", "gpu_specs")  # of this folder, that make the tables
 REPORTED = (*TIMED, *TRAFFIC)  # the cases that the tables come from
 COMMAND = "sh tools/kernel_report --markdown"
@@ -35,8 +38,8 @@ COMMAND = "sh tools/kernel_report --markdown"
 class Profile(NamedTuple):
     """What the emulator counted of a kernel, for what its sheet says at the counted shape."""
 
-    mma_flops: float  # a FLOP of the sheet
-    wavefronts: float  # a byte of the sheet
+    mma_flops: float  # a FLOP of the sheet; 0 = it has no mma.sync
+    wavefronts: float  # a FLOP of the sheet with mma.sync, else a byte
     copy_bytes: int  # of cp.async under way, a block
 
 
@@ -62,18 +65,30 @@ def resources(case: Case, launch: Launch, arch: str) -> Resources:
 
 
 def profiles(cases: Iterable[Case]) -> dict[Any, Profile]:
-    """Count the cases in the emulator; return a profile of each instance in them."""
+    """Count the cases in the emulator; return a profile of each instance in them, by its largest case."""
     from tools.kernel_counts import count
 
-    found = {}
+    largest: dict[Any, Counted] = {}
     for case in cases:
         for counted in count(case):
-            flops, num_bytes = counted.says("flops"), counted.says("bytes")
-            counts = counted.counts
-            found[key_of(counted.launch)] = Profile(
-                counts.flops / flops if flops else 0.0, counts.wavefronts / num_bytes, counts.copy_bytes
-            )
-    return found
+            key = key_of(counted.launch)
+            if key not in largest or size_of(counted) > size_of(largest[key]):
+                largest[key] = counted
+    return {key: profile_of(counted) for key, counted in largest.items()}
+
+
+def size_of(counted: "Counted") -> tuple[int, int]:
+    """Return what makes one launch of a kernel larger than another."""
+    return counted.says("flops"), counted.says("bytes")
+
+
+def profile_of(counted: "Counted") -> Profile:
+    """Return the profile of one counted launch."""
+    counts = counted.counts
+    if not counts.flops:
+        return Profile(0.0, counts.wavefronts / counted.says("bytes"), counts.copy_bytes)
+    flops = counted.says("flops")
+    return Profile(counts.flops / flops, counts.wavefronts / flops, counts.copy_bytes)
 
 
 def work_of(case: Case, launch: Launch, arch: str, profile: Profile) -> Work:
@@ -92,7 +107,7 @@ def work_of(case: Case, launch: Launch, arch: str, profile: Profile) -> Work:
         unique_bytes=sheet.evaluate("unique", variables),
         flops=flops,
         mma_flops=profile.mma_flops * flops,
-        wavefronts=profile.wavefronts * num_bytes,
+        wavefronts=profile.wavefronts * (flops if profile.mma_flops else num_bytes),
         copy_bytes=profile.copy_bytes,
     )
 
