@@ -42,12 +42,12 @@
 //   grid       num_heads * num_seqs, block 128
 //   unique     sum(HEAD_DIM * sizeof_T + s * (HEAD_DIM * 4 + 8) for n in seq_lens
 //                  for s in (ceil_div(n - max(0, n - window) // 16 * 16, SPLIT),) if s > 1) * num_heads
-//   bytes      num_seqs * num_heads * 4 * 2 * 32
-//              + sum(HEAD_DIM * sizeof_T + s * (HEAD_DIM * 4 + 32) for n in seq_lens
+//   bytes      num_seqs * num_heads * 4 * 32
+//              + sum(HEAD_DIM * sizeof_T + s * (HEAD_DIM * 4 + 32) + 4 * 32 for n in seq_lens
 //                    for s in (ceil_div(n - max(0, n - window) // 16 * 16, SPLIT),) if s > 1) * num_heads
 //   flops      max_splits * num_heads * 2 * HEAD_DIM
 //   registers  80
-//   shared     128 // (HEAD_DIM // 4) * (HEAD_DIM // 4) * 32
+//   shared     8 * 128 * 16 + 128 // (HEAD_DIM // 4) * 8
 #include "attention.cuh"
 
 #if !defined(SPLIT) || !defined(SLOTS)
@@ -168,11 +168,6 @@ struct Partials {
     *reinterpret_cast<float4*>(values + place * HEAD_DIM + d) = part.x;
     if (d == 0) weights[place] = make_float2(part.top, part.sum);
   }
-
-  DEVICE Part load(int head, int split, int d) const {
-    const int64_t place = head * max_splits + split;
-    return {*reinterpret_cast<const float4*>(values + place * HEAD_DIM + d), weights[place].x, weights[place].y};
-  }
 };
 
 // ---- One warp's share of a split ----------------------------------------------------------------------------------
@@ -265,14 +260,13 @@ paged_decode(T* out, float* workspace, const T* q, const T* pool, const int* blo
   commit_copies();
   const int64_t head_size = static_cast<int64_t>(block_size) * HEAD_DIM;
   const int origin = first_token(seq_len, window) + place.split * SPLIT;
-  Walk walk;
+  Walk walk = {};
   walk.ring = queries + (ROWS + warp * SLOTS * TILE) * ROW_STRIDE;
   walk.keys = pool + layer_offset + kv_head * head_size;
   walk.values = num_kv_heads * head_size;
   walk.begin = max(0, seq_len - window - origin);
   walk.end = min(SPLIT, seq_len - origin);
   walk.num_tiles = (walk.end + TILE - 1) / TILE;
-  walk.offset = 0;
   if (lane < walk.num_tiles) {
     const int token = origin + lane * TILE;
     const int64_t block = block_tables[static_cast<int64_t>(place.seq) * table_stride + token / block_size];
@@ -298,8 +292,8 @@ paged_decode(T* out, float* workspace, const T* q, const T* pool, const int* blo
     Part parts[WARPS], all = no_part();
 #pragma unroll
     for (int w = 0; w < WARPS; w++) {
-      const float4 x = *reinterpret_cast<const float4*>(values + (w * ROWS + row) * ROW_STRIDE + d);
-      parts[w] = {x, weights[w][row].x, weights[w][row].y};
+      const float2 own = weights[w][row];
+      parts[w] = {*reinterpret_cast<const float4*>(values + (w * ROWS + row) * ROW_STRIDE + d), own.x, own.y};
     }
     merge(all, parts);
     if (num_splits(seq_len, window) == 1) {
@@ -310,34 +304,46 @@ paged_decode(T* out, float* workspace, const T* q, const T* pool, const int* blo
   }
 }
 
-// Merge a sequence's splits for one head: GROUPS of LANES threads take every GROUPS-th split each, BATCH loads at a
-// time; then the groups' parts meet.
+// Merge a sequence's splits for one head: GROUPS of LANES threads take every GROUPS-th split each, BATCH at a time on
+// their way to shared memory (ptxas would spread loads to registers, to save some); then the groups' parts meet.
 KERNEL(THREADS)
 paged_decode_combine(T* out, float* workspace, const int* seq_lens, const float* sinks, int num_heads, int max_splits,
                      int window) {
-  SHARED_ARRAY(Part, of_groups, [GROUPS][LANES]);
+  SHARED_ARRAY(float4, values, [BATCH][THREADS]);
+  SHARED_ARRAY(float2, weights, [GROUPS]);
   const int head = blockIdx.x % num_heads, seq = blockIdx.x / num_heads;
   const int count = num_splits(seq_lens[seq], window);
   if (count <= 1) return;
   const Partials partials(workspace, num_heads, max_splits);
-  const int first = partials.first[seq];
+  const int64_t first = head * partials.max_splits + partials.first[seq];
   const int group = threadIdx.x / LANES, lane = threadIdx.x % LANES;
+
   Part all = no_part();
   for (int split = group; group < GROUPS && split < count; split += GROUPS * BATCH) {
     Part batch[BATCH];
 #pragma unroll
     for (int i = 0; i < BATCH; i++) {
       const int own = split + i * GROUPS;
-      batch[i] = own < count ? partials.load(head, first + own, lane * 4) : no_part();
+      const float* const from = partials.values + (first + own) * HEAD_DIM + lane * 4;
+      copy_async(&values[i][threadIdx.x], own < count ? from : workspace, own < count);
+      const float2 weight = own < count ? partials.weights[first + own] : make_float2(MINUS_INFINITY, 0.0f);
+      batch[i].top = weight.x;
+      batch[i].sum = weight.y;
     }
+    commit_copies();
+    wait_copies<0>();
+#pragma unroll
+    for (int i = 0; i < BATCH; i++) batch[i].x = values[i][threadIdx.x];  // this thread's own copies
     merge(all, batch);
   }
-  if (group < GROUPS) of_groups[group][lane] = all;
+
+  if (group < GROUPS) values[0][threadIdx.x] = all.x;
+  if (group < GROUPS && lane == 0) weights[group] = make_float2(all.top, all.sum);
   __syncthreads();
   if (group > 0) return;
   Part parts[GROUPS];
 #pragma unroll
-  for (int i = 0; i < GROUPS; i++) parts[i] = of_groups[i][lane];
+  for (int i = 0; i < GROUPS; i++) parts[i] = {values[0][i * LANES + lane], weights[i].x, weights[i].y};
   all = no_part();
   merge(all, parts);
   finish(out + (static_cast<int64_t>(seq) * num_heads + head) * HEAD_DIM + lane * 4, all, sinks, head);

@@ -5,7 +5,7 @@ The twin is paged_attention_cpu. How many splits a step has is the host's to kno
 
 import numpy as np
 
-from cupaged.kernels.attention import ALL_TOKENS, score_factors
+from cupaged.kernels.attention import ALL_TOKENS, HEAD_DIMS, score_factors
 from cupaged.kernels.launch import Array, Device, element_type
 
 # Tokens, a block's work for one KV head: 256 KiB of keys and values at head_dim 128. What it leaves to merge
@@ -56,8 +56,8 @@ def paged_decode_cuda(
             f"{num_heads} query heads share {num_kv_heads} KV heads, {group} each, but paged_decode takes at "
             f"most {MAX_GROUP}; use a model with fewer query heads a KV head"
         )
-    if head_dim not in SLOTS:
-        raise ValueError(f"head_dim {head_dim} has no attention kernels; use one of {sorted(SLOTS)}")
+    if head_dim not in HEAD_DIMS:
+        raise ValueError(f"head_dim {head_dim} has no attention kernels; use one of {HEAD_DIMS}")
     window = sliding_window or ALL_TOKENS
     num_seqs, slots, size = len(seq_lens), SLOTS[head_dim], q.dtype.itemsize
     constants = {"ELEMENT": element_type(q), "HEAD_DIM": head_dim, "SPLIT": SPLIT, "SLOTS": slots}

@@ -160,6 +160,22 @@ def test_bits_are_the_same_for_every_block_size_and_placement(device: EmulatedDe
     assert len(outs) == 1
 
 
+def test_blocks_beyond_2_31_elements_are_found() -> None:
+    case = CudaCase((97,), 2, 1, 64)
+    near = case.cuda_pool
+    expected = launch(EmulatedDevice("fast"), case.step((0, 96, 97))).tobytes()
+    stride = (
+        2**31 // int(case.tables.max()) // 16 + 1
+    ) * 16  # elements a block; untouched mostly
+    memory = np.zeros((len(near) - 1) * stride + near[0].size, np.uint16).view(BF16)
+    case.cuda_pool = np.lib.stride_tricks.as_strided(memory, near.shape, (2 * stride, *near.strides[1:]))
+    case.cuda_pool[...] = near
+
+    out = launch(EmulatedDevice("fast"), case.step((0, 96, 97)))
+
+    assert out.tobytes() == expected
+
+
 @pytest.mark.parametrize(("num_heads", "num_kv_heads", "head_dim"), HEADS)
 def test_bits_are_the_same_under_all_schedules(num_heads: int, num_kv_heads: int, head_dim: int) -> None:
     lens = (97, 1500)
