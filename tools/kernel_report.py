@@ -150,10 +150,11 @@ def shape_row(case: Case, counted: Mapping[Any, Profile]) -> dict[str, Any]:
 def fingerprint(cases: Sequence[Case], sources: Path = SOURCES) -> str:
     """Return a hash of all that the tables of these cases come from, but the compiler."""
     launches = [
-        (case.name, repr(case.variables), [launch._replace(args=()) for launch in record(case)])
-        for case in cases
+        [case.name, case.variables, [launch._replace(args=()) for launch in record(case)]] for case in cases
     ]
-    parts = [repr(launches)]
+    parts = [
+        json.dumps(launches, default=int, sort_keys=True)
+    ]  # int: NumPy's numbers have a repr for each version
     tools = (Path(__file__).with_name(f"{name}.py") for name in TOOLS)
     for path in (*sorted(sources.glob("*.cu")), *sorted(sources.glob("*.cuh")), *tools):
         parts += [path.name, path.read_text(encoding="utf-8")]
