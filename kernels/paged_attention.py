@@ -1,4 +1,4 @@
-"""Attention over the paged KV cache: the twin of both kernels, decode and prefill.
+"""Attention over the paged KV cache: the twin of both kernels, decode and prefill, and the launch of both.
 
 A tile of work is a few consecutive queries of one sequence and the heads that share one KV head; its rows
 are (query, head) pairs, and a decode is a tile of one query. Keys and values are walked in tiles of KV_TILE
@@ -13,6 +13,9 @@ import numpy as np
 
 from cupaged.jit import njit, prange
 from cupaged.kernels.bits import exp
+from cupaged.kernels.launch import Array, Device
+from cupaged.kernels.paged_decode import paged_decode_cuda
+from cupaged.kernels.paged_prefill import paged_prefill_cuda
 from cupaged.kernels.tile import ROWS, VECTOR, Places, multiply_rows
 from cupaged.kernels.tree import BLOCK, tree_max, tree_sum
 
@@ -234,4 +237,58 @@ def paged_attention_cpu(
             mask,
             sinks,
             out[token:end],
+        )
+
+
+def paged_attention_cuda(
+    device: Device,
+    q: Array,  # T[num_tokens, num_heads, head_dim]
+    pool: Array,  # T[num_blocks, num_layers, 2, num_kv_heads, block_size, head_dim], K not transposed
+    layer: int,
+    block_tables: Array,  # int32[num_seqs, table_width]
+    *,
+    query_start: Array,  # int32[num_seqs + 1]
+    seq_lens: Array,  # int32[num_seqs]
+    scale: float,
+    sliding_window: int,
+    softcap: float,
+    sinks: Array | None,  # float32[num_heads]
+    out: Array,  # T[num_tokens, num_heads * head_dim]
+    num_decodes: int,  # the first sequences, of one new token each
+    workspace: Array,  # float32[paged_decode_workspace(...) or more]
+    max_splits: int,  # num_splits(seq_lens[:num_decodes]) or more
+    max_seq_len: int,  # max(seq_lens[:num_decodes]) or more
+) -> None:
+    """Attend from every query of the step to the cached keys up to its own."""
+    shared = {
+        "scale": scale,
+        "sliding_window": sliding_window,
+        "softcap": softcap,
+        "sinks": sinks,
+        "out": out,
+    }
+    if num_decodes > 0:
+        paged_decode_cuda(
+            device,
+            q,
+            pool,
+            layer,
+            block_tables,
+            seq_lens=seq_lens[:num_decodes],
+            workspace=workspace,
+            max_splits=max_splits,
+            max_seq_len=max_seq_len,
+            **shared,
+        )
+    if num_decodes < len(seq_lens):
+        paged_prefill_cuda(
+            device,
+            q,
+            pool,
+            layer,
+            block_tables,
+            query_start=query_start,
+            seq_lens=seq_lens,
+            first_seq=num_decodes,
+            **shared,
         )

@@ -57,9 +57,11 @@ def paged_decode_cuda(
             f"most {MAX_GROUP}; use a model with fewer query heads a KV head"
         )
     if head_dim not in HEAD_DIMS:
-        raise ValueError(f"head_dim {head_dim} has no attention kernels; use one of {HEAD_DIMS}")
-    window = sliding_window or ALL_TOKENS
-    num_seqs, slots, size = len(seq_lens), SLOTS[head_dim], q.dtype.itemsize
+        raise ValueError(f"head_dim {head_dim} has no attention kernels; use one of {list(HEAD_DIMS)}")
+    size = q.dtype.itemsize
+    if size != 2:
+        raise ValueError(f"dtype {q.dtype} has no attention kernels; use bfloat16 or float16")
+    num_seqs, slots, window = len(seq_lens), SLOTS[head_dim], sliding_window or ALL_TOKENS
     constants = {"ELEMENT": element_type(q), "HEAD_DIM": head_dim, "SPLIT": SPLIT, "SLOTS": slots}
     needed = paged_decode_workspace(max_splits, num_seqs, num_heads, head_dim)
     assert workspace.size >= needed, f"workspace has {workspace.size} floats, the launch needs {needed}"

@@ -164,9 +164,7 @@ def test_blocks_beyond_2_31_elements_are_found() -> None:
     case = CudaCase((97,), 2, 1, 64)
     near = case.cuda_pool
     expected = launch(EmulatedDevice("fast"), case.step((0, 96, 97))).tobytes()
-    stride = (
-        2**31 // int(case.tables.max()) // 16 + 1
-    ) * 16  # elements a block; untouched mostly
+    stride = (2**31 // int(case.tables.max()) // 16 + 1) * 16  # elements a block; untouched mostly
     memory = np.zeros((len(near) - 1) * stride + near[0].size, np.uint16).view(BF16)
     case.cuda_pool = np.lib.stride_tricks.as_strided(memory, near.shape, (2 * stride, *near.strides[1:]))
     case.cuda_pool[...] = near
@@ -209,3 +207,5 @@ def test_shapes_without_a_kernel_are_refused(device: EmulatedDevice) -> None:
         launch(device, CudaCase((5,), 34, 2, 64).step((0, 4, 5)))
     with pytest.raises(ValueError, match="head_dim 112 has no attention kernels; use one of"):
         launch(device, CudaCase((5,), 2, 2, 112).step((0, 4, 5)))
+    with pytest.raises(ValueError, match="dtype float32 has no attention kernels; use bfloat16 or float16"):
+        launch(device, CudaCase((5,), 2, 2, 64, dtype=np.dtype(np.float32)).step((0, 4, 5)))

@@ -1,0 +1,69 @@
+"""paged_attention_cuda: a step of decodes and prefill chunks is served by both kernels, each with its own."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from cupaged.kernels.paged_attention import paged_attention_cuda
+from cupaged.kernels.paged_decode import num_splits, paged_decode_workspace
+from tests.cuda_on_cpu.device import EmulatedDevice
+from tests.kernels.paging_cuda import DTYPES, Array, Chunk, CudaCase
+
+LENS = (97, 700, 1, 60, 333, 17)
+DECODES: list[Chunk] = [(0, 96, 97), (1, 699, 700), (2, 0, 1)]
+CHUNKS: list[Chunk] = [(3, 0, 60), (4, 300, 333), (5, 15, 17)]
+
+
+def launch(device: EmulatedDevice, case: CudaCase, decodes: list[Chunk], chunks: list[Chunk]) -> Array:
+    step = case.step(*decodes, *chunks)
+    decode_lens = step.seq_lens[: len(decodes)]
+    max_splits = num_splits(decode_lens, case.sliding_window)
+    num_floats = paged_decode_workspace(max_splits, len(decodes), case.num_heads, case.head_dim)
+    paged_attention_cuda(
+        device,
+        step.q,
+        step.pool,
+        step.layer,
+        step.block_tables,
+        query_start=step.query_start,
+        seq_lens=step.seq_lens,
+        scale=step.scale,
+        sliding_window=step.sliding_window,
+        softcap=step.softcap,
+        sinks=step.sinks,
+        out=step.out,
+        num_decodes=len(decodes),
+        workspace=np.full(num_floats, np.nan, np.float32),
+        max_splits=max_splits,
+        max_seq_len=int(decode_lens.max(initial=0)),
+    )
+    return step.out
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(
+    "options", [{}, {"softcap": 5.0, "sliding_window": 90, "sinks": np.linspace(-2, 3, 6, dtype=np.float32)}]
+)
+def test_mixed_step_equals_dense_attention(
+    device: EmulatedDevice, options: dict[str, Any], dtype: Any
+) -> None:
+    case = CudaCase(LENS, 6, 2, 64, dtype=dtype, **options)
+
+    case.assert_close(launch(device, case, DECODES, CHUNKS), *DECODES, *CHUNKS)
+
+
+def test_step_of_one_kind_equals_dense_attention(device: EmulatedDevice) -> None:
+    case = CudaCase(LENS, 6, 2, 64)
+
+    case.assert_close(launch(device, case, DECODES, []), *DECODES)
+    case.assert_close(launch(device, case, [], CHUNKS), *CHUNKS)
+
+
+def test_bits_do_not_depend_on_the_other_kind(device: EmulatedDevice) -> None:
+    case = CudaCase(LENS, 6, 2, 64)
+
+    mixed = launch(device, case, DECODES, CHUNKS)
+
+    assert mixed[:3].tobytes() == launch(device, case, DECODES, []).tobytes()
+    assert mixed[3:].tobytes() == launch(device, case, [], CHUNKS).tobytes()
