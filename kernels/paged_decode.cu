@@ -47,7 +47,7 @@
 //                    for s in (ceil_div(n - max(0, n - window) // 16 * 16, SPLIT),) if s > 1) * num_heads
 //   flops      max_splits * num_heads * 2 * HEAD_DIM
 //   registers  80
-//   shared     8 * 128 * 16 + 128 // (HEAD_DIM // 4) * 8
+//   shared     8 * 128 * 16 + 128
 #include "attention.cuh"
 
 #if !defined(SPLIT) || !defined(SLOTS)
