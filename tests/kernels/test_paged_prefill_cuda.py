@@ -68,7 +68,7 @@ def test_equals_its_twin(device: EmulatedDevice, dtype: Any) -> None:
 
 
 @pytest.mark.parametrize("block_size", [32, 64, 128])
-def test_block_of_several_warps_equals_dense_attention(device: EmulatedDevice, block_size: int) -> None:
+def test_every_block_size_equals_dense_attention(device: EmulatedDevice, block_size: int) -> None:
     case = CudaCase((300, 97), 4, 2, 64, block_size)
 
     case.assert_close(launch(device, case.step(*whole(case.lens))), *whole(case.lens))
@@ -184,6 +184,20 @@ def test_bits_are_the_same_for_every_block_size_and_placement(device: EmulatedDe
         outs.add(launch(device, case.step((0, 30, 200))).tobytes())
 
     assert len(outs) == 1
+
+
+def test_blocks_beyond_2_31_elements_are_found() -> None:
+    case = CudaCase((97,), 2, 1, 64)
+    near = case.cuda_pool
+    expected = launch(EmulatedDevice("fast"), case.step((0, 30, 97))).tobytes()
+    stride = (2**31 // int(case.tables.max()) // 16 + 1) * 16  # elements a block; untouched mostly
+    memory = np.zeros((len(near) - 1) * stride + near[0].size, np.uint16).view(BF16)
+    case.cuda_pool = np.lib.stride_tricks.as_strided(memory, near.shape, (2 * stride, *near.strides[1:]))
+    case.cuda_pool[...] = near
+
+    out = launch(EmulatedDevice("fast"), case.step((0, 30, 97)))
+
+    assert out.tobytes() == expected
 
 
 @pytest.mark.parametrize(("num_heads", "num_kv_heads", "head_dim"), HEADS)
