@@ -155,12 +155,12 @@ def test_query_has_the_same_bits_for_every_chunk_size(
     num_heads: int, num_kv_heads: int, head_dim: int, options: dict[str, Any]
 ) -> None:
     device = EmulatedDevice("fast")
-    case = CudaCase((300,), num_heads, num_kv_heads, head_dim, **options)
-    expected = launch(device, case.step((0, 0, 300))).tobytes()
+    case = CudaCase((200,), num_heads, num_kv_heads, head_dim, **options)
+    expected = launch(device, case.step((0, 0, 200))).tobytes()
 
-    for size in (7, 64, 97, 128):
-        starts = range(0, 300, size)
-        parts = [launch(device, case.step((0, start, min(start + size, 300)))) for start in starts]
+    for size in (7, 64, 97):
+        starts = range(0, 200, size)
+        parts = [launch(device, case.step((0, start, min(start + size, 200)))) for start in starts]
         assert b"".join(part.tobytes() for part in parts) == expected, size
 
 
