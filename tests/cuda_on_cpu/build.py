@@ -34,6 +34,7 @@ _ALL = [
 _RUNTIME = ["-O3", "-Wall", "-Wextra", "-Werror"]
 _KERNEL = [
     "-ffp-contract=fast",  # as nvcc
+    "-fno-optimize-sibling-calls",  # a call's return address is its line
     *("-Werror=return-type", "-Werror=uninitialized"),
     "-Werror=frame-larger-than=49152",  # bytes: a thread has a stack of 64 KiB
 ]
@@ -58,12 +59,16 @@ class EmulatorError(RuntimeError):
     """A kernel, or its launch, is wrong."""
 
 
+class NoCompilerError(EmulatorError):
+    """Nothing can be compiled here."""
+
+
 @functools.cache
 def compiler() -> str:
-    """Return the path of g++; EmulatorError if there is none."""
+    """Return the path of g++."""
     path = shutil.which("g++")
     if path is None:
-        raise EmulatorError("kernels run on the CPU need g++; install it (Debian: apt-get install g++)")
+        raise NoCompilerError("kernels run on the CPU need g++; install it (Debian: apt-get install g++)")
     return path
 
 

@@ -8,7 +8,7 @@
 #include "numbers.h"
 #include "runtime.h"
 
-#define __global__
+#define __global__ __attribute__((noinline))
 #define __device__
 #define __host__
 #define __constant__ static const
@@ -91,7 +91,7 @@ inline unsigned __match_any_sync(unsigned mask, T x, SITE) {
   return COLLECTIVE(unsigned, MATCH_ANY, cuda_on_cpu::to_bits(x));
 }
 
-// A lane outside of the caller's `width` lanes gives the caller its own value.
+// Of groups of `width` lanes: from behind its own group a lane gets its own value.
 template <class T>
 inline T __shfl_sync(unsigned mask, T x, int source, int width = 32, SITE) {
   const int lane = cuda_on_cpu::lane();

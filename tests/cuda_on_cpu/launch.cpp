@@ -33,6 +33,7 @@ static void on_fault(int signal_number, siginfo_t* info, void* context) {
 #endif
   const std::string line = pc != nullptr ? line_of(pc) + ": " : "";
   if (signal_number == SIGFPE) fail(line + "integer division by zero");
+  if (info->si_code == SI_KERNEL) fail(line + "illegal access to no address of this machine");
   fail(line + "illegal access to " + describe_place(reinterpret_cast<uintptr_t>(info->si_addr)));
 }
 

@@ -16,15 +16,15 @@ namespace {
 constexpr uint32_t UNDER_WAY = ~0u;  // the time of a write by a cp.async that was not yet waited for
 
 struct Touch {
-  uint32_t who = 0;   // block * MAX_THREADS + thread + 1; 0 = nobody
-  uint32_t when = 0;  // of the clock
-  uint32_t pc = 0;    // in the library
-  bool is_atomic = false;
+  uint32_t who;      // block * MAX_THREADS + thread + 1; 0 = nobody
+  uint32_t when;     // by the clock
+  uint32_t pc : 31;  // in the library
+  uint32_t is_atomic : 1;
 };
 
 struct Element {
   Touch write;
-  Touch reads[2];  // since the write; two of different warps, if there are such
+  Touch others[2];  // reads and atomics since the write; two of different warps, if there are such
 };
 
 class Races : public Observer {
@@ -55,7 +55,7 @@ class Races : public Observer {
   void sync(unsigned warp, uint32_t lanes);
   bool is_before(const Touch& touch, Where now) const;
   void check(const Touch& touch, const char* did, Where now, const Access& access) const;
-  void read(Element& element, Where now, const Touch& touch) const;
+  void remember(Element& element, Where now, const Touch& touch) const;
 
   uint32_t clock_ = 1;        // goes on at each barrier, __syncwarp and block
   uint32_t barrier_ = 0;      // time of the block's last barrier
@@ -103,17 +103,19 @@ std::string place(const Access& access) {
   return format(" bytes %zu to %zu of '%s'", offset, offset + access.bytes - 1, access.region->name);
 }
 
-// Fail if the touch and the access, one of them a write, are in no order.
+// Fail if the touch and the access, which are not both reads, are in no order.
 void Races::check(const Touch& touch, const char* did, Where now, const Access& access) const {
   if (touch.who == 0 || is_before(touch, now) || (touch.is_atomic && access.kind == Kind::ATOMIC)) return;
+  const bool same_block = (touch.who - 1) / MAX_THREADS == now.block;
   fail(line_of(access.pc) + ": race: " + verb(access.kind) + place(access) + ", which " + actor(touch, now) + " " +
-       did + format(" at {+0x%x} with no barrier between", touch.pc));
+       (touch.is_atomic ? "changed (atomically)" : did) + format(" at {+0x%x}", touch.pc) +
+       (same_block ? " with no barrier between" : ", and blocks are in no order"));
 }
 
-// Remember a read: instead of one that is in order with it, or the second of a warp that both are of.
-void Races::read(Element& element, Where now, const Touch& touch) const {
-  Touch& first = element.reads[0];
-  Touch& second = element.reads[1];
+// Keep a read or an atomic, instead of one that is in order with it, or of the second of a warp.
+void Races::remember(Element& element, Where now, const Touch& touch) const {
+  Touch& first = element.others[0];
+  Touch& second = element.others[1];
   const auto warp_of = [](const Touch& it) { return (it.who - 1) / WARP; };
   if (first.who == 0 || is_before(first, now)) {
     first = touch;
@@ -124,9 +126,8 @@ void Races::read(Element& element, Where now, const Touch& touch) const {
 
 void Races::access(Where now, const Access& access) {
   const bool is_landing = access.kind == Kind::COPY_LANDED, is_start = access.kind == Kind::COPY_DESTINATION;
-  const bool writes = is_start || access.kind == Kind::STORE || access.kind == Kind::ATOMIC;
+  const bool is_atomic = access.kind == Kind::ATOMIC, overwrites = is_start || access.kind == Kind::STORE;
   const bool is_shared = access.region->space == Space::SHARED;
-  const bool is_atomic = access.kind == Kind::ATOMIC;
   const Touch touch = {id_of(now), is_start ? UNDER_WAY : clock_, offset_in_library(access.pc) - 1, is_atomic};
   const size_t offset = access.address - access.region->begin, size = granule(*access.region);
   Element* elements = static_cast<Element*>(access.region->notes);
@@ -139,18 +140,20 @@ void Races::access(Where now, const Access& access) {
     }
     if (element.write.when == UNDER_WAY) {
       fail(line_of(access.pc) + ": " + verb(access.kind) + place(access) + ", to where the cp.async of " +
-           actor(element.write, now) + format(" at {+0x%x} is under way: it was not waited for", element.write.pc));
+           actor(element.write, now) + format(" at {+0x%x} is still under way", element.write.pc));
     }
-    if (is_shared && element.write.who == 0 && !is_start && access.kind != Kind::STORE) {
-      fail(line_of(access.pc) + ": " + verb(access.kind) + place(access) + ", which the block has not written");
+    if (is_shared && element.write.who == 0 && !overwrites) {
+      fail(line_of(access.pc) + ": " + verb(access.kind) + place(access) + ", which the block has not written yet");
     }
-    check(element.write, element.write.is_atomic ? "changed (atomically)" : "wrote", now, access);
-    if (!writes) {
-      read(element, now, touch);
-      continue;
+    check(element.write, "wrote", now, access);
+    for (const Touch& other : element.others) {
+      if (overwrites || is_atomic || other.is_atomic) check(other, "read", now, access);
     }
-    for (const Touch& read : element.reads) check(read, "read", now, access);
-    element = {touch, {}};
+    if (overwrites) {
+      element = {touch, {}};
+    } else {
+      remember(element, now, touch);
+    }
   }
 }
 
