@@ -14,7 +14,7 @@ PREFILL_GOAL = 0.40  # of the matmul FLOP/s, where a sequence is at least
 PREFILL_TOKENS = 8 << 10
 
 COLUMNS = (
-    f"{'case':44}{'us':>9}{'spread':>8}{'MB':>9}{'of copy':>9}{'of matmul':>10}{'predicted':>10}{'SDPA':>9}"
+    f"{'case':54}{'us':>9}{'spread':>8}{'MB':>9}{'of copy':>9}{'of matmul':>10}{'predicted':>10}{'SDPA':>9}"
 )
 
 Row = dict[str, Any]
@@ -134,7 +134,7 @@ def tables(report: Row) -> str:
     lines += ["", COLUMNS] if report["times"] else []
     for row in report["times"]:
         lines.append(
-            f"{row['case']:44}{row['us']:9.1f}{row['spread']:8.1%}{row['bytes'] / 1e6:9.1f}"
+            f"{row['case']:54}{row['us']:9.1f}{row['spread']:8.1%}{row['bytes'] / 1e6:9.1f}"
             f"{_share(row['bandwidth_share']):>9}{_share(row['flops_share']):>10}"
             f"{_number(row['predicted_us']):>10}{_number(row['sdpa_us']):>9}"
         )

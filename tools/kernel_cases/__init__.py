@@ -7,11 +7,19 @@ TIMED     as large as in use; what tools/gpu_check times beside kernel_report's 
 INSTANCES never run; with the others they name each set of constants that the compile gate compiles
 """
 
-from tools.kernel_cases import gated_mul, paged_decode, paged_prefill, rms_norm, rope_kv_write, rows
+from tools.kernel_cases import (
+    gated_mul,
+    paged_decode,
+    paged_prefill,
+    rms_norm,
+    rope_kv_write,
+    rows,
+    sampling,
+)
 from tools.kernel_cases.case import Case
 from tools.kernel_cases.probe import PROBES
 
-FAMILIES = (rms_norm, gated_mul, rope_kv_write, rows, paged_decode, paged_prefill)
+FAMILIES = (rms_norm, gated_mul, rope_kv_write, rows, paged_decode, paged_prefill, sampling)
 
 GOLDENS: list[Case] = [case for family in FAMILIES for case in family.GOLDENS]
 TRAFFIC: list[Case] = [case for family in FAMILIES for case in family.TRAFFIC]
