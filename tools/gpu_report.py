@@ -1,5 +1,6 @@
 """What gpu_check found, put together: bytes and shares beside each time, goals, tables for people."""
 
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -37,7 +38,7 @@ def predictions(gpu: str) -> dict[str, float]:
         cells = [cell.strip() for cell in line.split("|")]
         if "case" in cells:
             names = [cell.removesuffix(" us") for cell in cells]
-            column = next((i for i, name in enumerate(names) if name and name in gpu.split()), -1)
+            column = next((i for i, name in enumerate(names) if name and name in re.split(r"\W+", gpu)), -1)
         elif column >= 0 and column < len(cells) and "->" in cells[column]:
             found[cells[1]] = float(cells[column].split("->")[1].split()[0]) / 1e6
     return found

@@ -205,5 +205,7 @@ def test_predictions_are_those_of_the_readme() -> None:
 
     assert found.keys() == {case.name for case in TIMED}
     assert all(0 < seconds < 1 for seconds in found.values())
-    assert predictions("NVIDIA H100 80GB HBM3") != found
+    for other in ("NVIDIA H100 80GB HBM3", "NVIDIA A100-SXM4-80GB"):
+        assert predictions(other).keys() == found.keys()
+        assert predictions(other) != found
     assert predictions("GeForce") == {}
