@@ -47,7 +47,7 @@
 //                    for s in (ceil_div(n - max(0, n - window) // 16 * 16, SPLIT),) if s > 1) * num_heads
 //   flops      max_splits * num_heads * 2 * HEAD_DIM
 //   registers  80
-//   shared     8 * 128 * 16 + 128
+//   shared     min(ceil_div(ceil_div(min(max(seq_lens), window + 15), SPLIT), 128 // (HEAD_DIM // 4)), 20) * 2048 + 128
 #include "attention.cuh"
 
 #if !defined(SPLIT) || !defined(SLOTS)
@@ -61,7 +61,6 @@ constexpr int ROWS = 16;                             // query heads of a group, 
 constexpr int TILE = 16;                             // tokens, all of one KV block
 constexpr int LANES = HEAD_DIM / 4;                  // threads that share a row of float, 16 bytes each
 constexpr int GROUPS = THREADS / LANES;              // of LANES threads, in paged_decode_combine
-constexpr int BATCH = 8;                             // splits that a thread loads at a time there
 static_assert(SPLIT % TILE == 0 && SPLIT / TILE <= WARP, "each tile of a split has a lane that knows where it lies");
 
 // ---- Which split is whose -----------------------------------------------------------------------------------------
@@ -120,25 +119,14 @@ struct Part {
 
 DEVICE Part no_part() { return {{0.0f, 0.0f, 0.0f, 0.0f}, MINUS_INFINITY, 0.0f}; }
 
-// Add `parts` to `all`, in order.
-template <int COUNT>
-DEVICE void merge(Part& all, const Part (&parts)[COUNT]) {
-  const float last = all.top;
-#pragma unroll
-  for (int i = 0; i < COUNT; i++) all.top = fmaxf(all.top, parts[i].top);
-  const float base = all.top == MINUS_INFINITY ? 0.0f : all.top;
-  const float keep = exp2_approx(last - base);
-  all.x = make_float4(all.x.x * keep, all.x.y * keep, all.x.z * keep, all.x.w * keep);
-  all.sum *= keep;
-#pragma unroll
-  for (int i = 0; i < COUNT; i++) {
-    const float by = exp2_approx(parts[i].top - base);
-    all.x.x = fmaf(parts[i].x.x, by, all.x.x);
-    all.x.y = fmaf(parts[i].x.y, by, all.x.y);
-    all.x.z = fmaf(parts[i].x.z, by, all.x.z);
-    all.x.w = fmaf(parts[i].x.w, by, all.x.w);
-    all.sum = fmaf(parts[i].sum, by, all.sum);
-  }
+// Add a part to `all`, whose top is no less.
+DEVICE void add(Part& all, const Part& part) {
+  const float by = exp2_approx(part.top - finite(all.top));
+  all.x.x = fmaf(part.x.x, by, all.x.x);
+  all.x.y = fmaf(part.x.y, by, all.x.y);
+  all.x.z = fmaf(part.x.z, by, all.x.z);
+  all.x.w = fmaf(part.x.w, by, all.x.w);
+  all.sum = fmaf(part.sum, by, all.sum);
 }
 
 // Write four dimensions of the output: divided by the weights' sum, to which the head's sink adds its own.
@@ -243,6 +231,19 @@ DEVICE void store_part(float* values, float2* weights, const float (&o)[HEAD_DIM
   }
 }
 
+// Return the sum of the warps' parts, four dimensions of a row.
+DEVICE Part add_warps(const float* values, const float2 (&weights)[WARPS][ROWS], int row) {
+  Part all = no_part();
+#pragma unroll
+  for (int w = 0; w < WARPS; w++) all.top = fmaxf(all.top, weights[w][row].x);
+#pragma unroll
+  for (int w = 0; w < WARPS; w++) {
+    const float2 own = weights[w][row];
+    add(all, {*reinterpret_cast<const float4*>(values + w * ROWS * ROW_STRIDE), own.x, own.y});
+  }
+  return all;
+}
+
 KERNEL(THREADS, MIN_BLOCKS)
 paged_decode(T* out, float* workspace, const T* q, const T* pool, const int* block_tables, const int* seq_lens,
              const float* sinks, int64_t q_stride, int64_t block_stride, int64_t layer_offset, int table_stride,
@@ -289,13 +290,7 @@ paged_decode(T* out, float* workspace, const T* q, const T* pool, const int* blo
   if (place.split == 0 && kv_head == 0 && threadIdx.x == 0) partials.first[place.seq] = index;
   for (int i = threadIdx.x; i < group * LANES; i += THREADS) {
     const int row = i / LANES, head = kv_head * group + row, d = i % LANES * 4;
-    Part parts[WARPS], all = no_part();
-#pragma unroll
-    for (int w = 0; w < WARPS; w++) {
-      const float2 own = weights[w][row];
-      parts[w] = {*reinterpret_cast<const float4*>(values + (w * ROWS + row) * ROW_STRIDE + d), own.x, own.y};
-    }
-    merge(all, parts);
+    const Part all = add_warps(values + row * ROW_STRIDE + d, weights, row);
     if (num_splits(seq_len, window) == 1) {
       finish(out + (static_cast<int64_t>(place.seq) * num_heads + head) * HEAD_DIM + d, all, sinks, head);
     } else {
@@ -304,47 +299,52 @@ paged_decode(T* out, float* workspace, const T* q, const T* pool, const int* blo
   }
 }
 
-// Merge a sequence's splits for one head: GROUPS of LANES threads take every GROUPS-th split each, BATCH at a time on
-// their way to shared memory (ptxas would spread loads to registers, to save some); then the groups' parts meet.
+// Merge a sequence's splits for one head: GROUPS of LANES threads add up every GROUPS-th split each, and then their
+// sums meet. `depth` splits of a group are on their way to shared memory at a time; how many changes no bit.
 KERNEL(THREADS)
 paged_decode_combine(T* out, float* workspace, const int* seq_lens, const float* sinks, int num_heads, int max_splits,
-                     int window) {
-  SHARED_ARRAY(float4, values, [BATCH][THREADS]);
-  SHARED_ARRAY(float2, weights, [GROUPS]);
+                     int window, int depth) {
+  DYNAMIC_SHARED(shared);
+  SHARED_ARRAY(float, tops, [WARPS]);
+  SHARED_ARRAY(float, sums, [GROUPS]);
   const int head = blockIdx.x % num_heads, seq = blockIdx.x / num_heads;
   const int count = num_splits(seq_lens[seq], window);
   if (count <= 1) return;
   const Partials partials(workspace, num_heads, max_splits);
   const int64_t first = head * partials.max_splits + partials.first[seq];
-  const int group = threadIdx.x / LANES, lane = threadIdx.x % LANES;
+  const float2* const weights = partials.weights + first;  // [count]
+  const int group = threadIdx.x / LANES, lane = threadIdx.x % LANES, step = GROUPS * depth;
+  float4* const values = reinterpret_cast<float4*>(shared) + threadIdx.x;  // this thread's of [depth][THREADS]
+  const auto start = [=](int begin) {
+    for (int split = begin, i = 0; split < min(count, begin + step); split += GROUPS, i++)
+      copy_async(values + i * THREADS, partials.values + (first + split) * HEAD_DIM + lane * 4, true);
+    commit_copies();
+  };
+  const int own = group < GROUPS ? group : count;  // the group's first split
+  start(own);
 
   Part all = no_part();
-  for (int split = group; group < GROUPS && split < count; split += GROUPS * BATCH) {
-    Part batch[BATCH];
+  for (int split = threadIdx.x; split < count; split += THREADS) all.top = fmaxf(all.top, weights[split].x);
+  all.top = warp_max(all.top);
+  if (threadIdx.x % WARP == 0) tops[threadIdx.x / WARP] = all.top;
+  __syncthreads();
 #pragma unroll
-    for (int i = 0; i < BATCH; i++) {
-      const int own = split + i * GROUPS;
-      const float* const from = partials.values + (first + own) * HEAD_DIM + lane * 4;
-      copy_async(&values[i][threadIdx.x], own < count ? from : workspace, own < count);
-      const float2 weight = own < count ? partials.weights[first + own] : make_float2(MINUS_INFINITY, 0.0f);
-      batch[i].top = weight.x;
-      batch[i].sum = weight.y;
-    }
-    commit_copies();
+  for (int w = 0; w < WARPS; w++) all.top = fmaxf(all.top, tops[w]);
+
+  for (int begin = own; begin < count; begin += step) {
     wait_copies<0>();
-#pragma unroll
-    for (int i = 0; i < BATCH; i++) batch[i].x = values[i][threadIdx.x];  // this thread's own copies
-    merge(all, batch);
+    for (int split = begin, i = 0; split < min(count, begin + step); split += GROUPS, i++) {
+      const float2 weight = weights[split];
+      add(all, {values[i * THREADS], weight.x, weight.y});
+    }
+    start(begin + step);
   }
 
-  if (group < GROUPS) values[0][threadIdx.x] = all.x;
-  if (group < GROUPS && lane == 0) weights[group] = make_float2(all.top, all.sum);
+  if (group < GROUPS) values[0] = all.x;
+  if (group < GROUPS && lane == 0) sums[group] = all.sum;
   __syncthreads();
   if (group > 0) return;
-  Part parts[GROUPS];
 #pragma unroll
-  for (int i = 0; i < GROUPS; i++) parts[i] = {values[0][i * LANES + lane], weights[i].x, weights[i].y};
-  all = no_part();
-  merge(all, parts);
+  for (int i = 1; i < GROUPS; i++) add(all, {values[i * LANES], all.top, sums[i]});
   finish(out + (static_cast<int64_t>(seq) * num_heads + head) * HEAD_DIM + lane * 4, all, sinks, head);
 }

@@ -6,7 +6,7 @@ The twin is paged_attention_cpu. How many splits a step has is the host's to kno
 import numpy as np
 
 from cupaged.kernels.attention import ALL_TOKENS, HEAD_DIMS, score_factors
-from cupaged.kernels.launch import Array, Device, element_type
+from cupaged.kernels.launch import Array, Device, ceil_div, element_type
 
 # Tokens, a block's work for one KV head: 256 KiB of keys and values at head_dim 128. What it leaves to merge
 # is 1.6 % of that (group 4, written and read), and 8k tokens still make 16 blocks a KV head.
@@ -17,6 +17,7 @@ MAX_GROUP = 16  # query heads of a KV head, the rows of one mma tile
 SLOTS = {64: 5, 80: 5, 96: 5, 128: 4, 192: 3, 256: 2}
 THREADS = 128
 TILE = 16  # tokens
+MAX_DEPTH = 20  # 16-byte copies of a thread of paged_decode_combine that are on their way: 40 KiB of a block
 
 
 def num_splits(seq_lens: Array, sliding_window: int) -> int:
@@ -76,9 +77,12 @@ def paged_decode_cuda(
         ),
         shared_bytes=(16 + 4 * 16 * slots) * (head_dim + 8) * size,  # queries and rings, in padded rows
     )
-    if min(max_seq_len, window + TILE - 1) > SPLIT:
+    most = ceil_div(min(max_seq_len, window + TILE - 1), SPLIT)  # splits of a sequence
+    if most > 1:
+        depth = min(ceil_div(most, THREADS // (head_dim // 4)), MAX_DEPTH)
         device.kernel("paged_decode", "paged_decode_combine", **constants)(
             (num_seqs * num_heads, 1, 1),
             THREADS,
-            (out, workspace, seq_lens, sinks, num_heads, max_splits, window),
+            (out, workspace, seq_lens, sinks, num_heads, max_splits, window, depth),
+            shared_bytes=depth * THREADS * 16,
         )
