@@ -64,7 +64,7 @@ def shape_table(rows: Sequence[Mapping[str, Any]]) -> str:
 def write_readme(text: str) -> None:
     """Put the tables between their two marks in kernels/README.md."""
     before, rest = README.read_text(encoding="utf-8").split(BEGIN)
-    README.write_text(f"{before}{BEGIN}\n{text}{END}{rest.split(END)[1]}", encoding="utf-8")
+    README.write_text(f"{before}{BEGIN}\n{text}\n{END}{rest.split(END)[1]}", encoding="utf-8")
 
 
 def read_readme() -> str:

@@ -1,13 +1,14 @@
 """How long a launch takes on a GPU: the roofline, and a prediction. Neither is a measurement.
 
-Roofline: the longer of what the datasheet says HBM needs for the bytes, each counted once, and the tensor
-cores (or, for a kernel without mma.sync, the fp32 lanes) for the sheet's FLOPs.
+Roofline: the longer of what HBM needs for the bytes, each counted once, by the datasheet, and what the tensor
+cores need for the sheet's FLOPs at the rate of mma.sync (in a kernel without it: the fp32 lanes at their peak).
 
 Prediction: LAUNCH, a first round trip to HBM (a table, a length), then one wave of blocks after the other, as
 many as fit on the chip at once, the last one fewer. A wave lasts at least a round trip, and as long as the
 slowest of these on the SM with most blocks:
   HBM     bytes counted once (all, if what a wave reads again is more than half of L2), at copy bandwidth
-  L2      all bytes that warps request, at L2 bandwidth; this and HBM at most at bytes under way / latency
+  L2      all bytes that warps request, at L2 bandwidth, at most 64 bytes a clock on an SM
+  latency of either: it cannot move more than the bytes under way in a latency
   tensor  mma.sync's FLOPs as executed, tiles and padding included, at the rate that FlashAttention-2 attains
   shared  wavefronts, bank conflicts included, one a clock
   fp32    the sheet's FLOPs at half the peak, in kernels without mma.sync
@@ -23,6 +24,7 @@ from tools.gpu_specs import Gpu, blocks_per_sm
 LAUNCH = 1.5e-6  # s from one kernel's end to the next one's start in a graph; assumed
 HBM_LATENCY = 0.7e-6  # s, under load; assumed
 L2_LATENCY = 0.3e-6  # s, under load; assumed
+L2_BYTES_PER_CLOCK = 64  # that an SM takes
 LOADS_UNDER_WAY = 32  # bytes of a thread without cp.async, two 16-byte loads; assumed
 
 
@@ -43,8 +45,8 @@ class Work:
 
 
 def roofline(work: Work, gpu: Gpu) -> float:
-    """Return the seconds that no kernel for this work can beat."""
-    peak = gpu.tensor_flops if work.mma_flops else gpu.fp32_flops
+    """Return the seconds that no kernel for this work, by the same instructions, can beat."""
+    peak = gpu.tensor_flops * gpu.mma_share if work.mma_flops else gpu.fp32_flops
     return max(work.unique_bytes / gpu.bandwidth, work.flops / peak)
 
 
@@ -88,7 +90,10 @@ def _wave(work: Work, gpu: Gpu, blocks: int) -> Prediction:
             part * work.num_bytes * L2_LATENCY / under_way,
         ),
         "HBM": part * hbm_bytes / gpu.copy_bandwidth,
-        "L2": part * work.num_bytes / gpu.l2_bandwidth,
+        "L2": max(
+            part * work.num_bytes / gpu.l2_bandwidth,
+            fullest * work.num_bytes / (L2_BYTES_PER_CLOCK * gpu.clock),
+        ),
         "tensor": fullest * work.mma_flops / mma_rate,
         "shared": fullest * work.wavefronts / gpu.clock,
         "fp32": 0.0 if work.mma_flops else fullest * work.flops / fp32_rate,

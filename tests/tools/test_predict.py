@@ -53,6 +53,13 @@ def test_a_stream_takes_what_copying_takes() -> None:
         assert roofline(STREAM, gpu) == STREAM.num_bytes / gpu.bandwidth
 
 
+def test_the_roofline_of_much_arithmetic_is_that_of_its_instructions() -> None:
+    heavy = replace(STREAM, flops=10**13)
+
+    assert roofline(heavy, H200) == 1e13 / H200.fp32_flops
+    assert roofline(replace(heavy, mma_flops=1e13), H200) == 1e13 / (H200.tensor_flops * H200.mma_share)
+
+
 def test_few_blocks_cannot_use_the_bandwidth() -> None:
     few = replace(STREAM, blocks=10)
 
