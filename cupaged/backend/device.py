@@ -69,11 +69,11 @@ class CudaDevice:
 
     def _load(self, path: Path, name: str, constants: dict[str, Constant]) -> CudaKernel:
         cubin = compile_kernels(path, self.arch, constants).path
-        function = self.cupy.RawModule(path=str(cubin)).get_function(name)
         declared = parameters(path.read_text(encoding="utf-8"))[name]
         try:
+            function = self.cupy.RawModule(path=str(cubin)).get_function(name)
             return CudaKernel(function, declared, self.stream.ptr, self._launch)
-        except RuntimeError as error:  # CuPy's errors of the driver, which loads the cubin only now
+        except RuntimeError as error:  # as CuPy's errors of the driver are
             raise CudaUnavailable(
                 f"{name} of {path.name}, compiled by NVRTC {_dotted(nvrtc().version)} for {self.arch}, does "
                 f"not load: {error}. If the driver is older than the compiler, update it"

@@ -54,18 +54,19 @@ class Gpu:
         gpu = self
 
         class RawKernel:
-            @property
-            def kernel(self) -> Any:
-                if gpu.load_error:
-                    raise gpu.load_error
-                return SimpleNamespace(ptr=0xF00)
+            kernel = SimpleNamespace(ptr=0xF00)
 
             def __setattr__(self, name: str, value: int) -> None:
                 assert name == "max_dynamic_shared_size_bytes"
                 gpu.shared_limits.append(value)
 
+        def get_function(_: str) -> Any:
+            if gpu.load_error:  # a module is loaded when the first function is asked for
+                raise gpu.load_error
+            return RawKernel()
+
         assert path == "some.cubin"
-        return SimpleNamespace(get_function=lambda _: RawKernel())
+        return SimpleNamespace(get_function=get_function)
 
     def device(self) -> Any:
         if not self.capability:
