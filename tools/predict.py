@@ -1,7 +1,8 @@
 """How long a launch takes on a GPU: the roofline, and a prediction. Neither is a measurement.
 
 Roofline: the longer of what HBM needs for the bytes, each counted once, by the datasheet, and what the tensor
-cores need for the sheet's FLOPs at the rate of mma.sync (in a kernel without it: the fp32 lanes at their peak).
+cores need for the sheet's FLOPs at the rate of mma.sync (in a kernel without it: the fp32 lanes at their
+peak).
 
 Prediction: LAUNCH, a first round trip to HBM (a table, a length), then one wave of blocks after the other, as
 many as fit on the chip at once, the last one fewer. A wave lasts at least a round trip, and as long as the
