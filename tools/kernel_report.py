@@ -168,8 +168,8 @@ def readme_text(instance_rows: Sequence[Mapping[str, Any]], shape_rows: Sequence
         f"Sources {fingerprint(REPORTED)}, NVRTC {version}; written by `{COMMAND}`.\n\n"
         f"{instance_table(instance_rows)}\n"
         "**Predictions, not measurements**: roofline -> predicted microseconds, and what limits them. No\n"
-        "GPU has run these kernels; tools/predict.py says how times are computed and what is assumed. MB are\n"
-        "requested by warps, `once` is without what is read again.\n\n"
+        "GPU has run these kernels; tools/predict.py says how times are computed and what is assumed.\n"
+        "MB are requested by warps, `once` is without what is read again.\n\n"
         f"{shape_table(shape_rows)}"
     )
 
