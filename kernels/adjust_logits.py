@@ -13,6 +13,10 @@ from typing import Any
 import numpy as np
 
 from cupaged.jit import njit, prange
+from cupaged.kernels.launch import Array, Device, Kernel, ceil_div, row_stride
+
+THREADS = 256  # of a CUDA block, which has
+CHUNK = 4096  # tokens of a row
 
 SAMPLES, RESET = 1, 4  # bits of a sequence's flags, as in batch.Flag
 BANNED = np.uint32(0xFFFFFFFF)  # the bits of a NaN that no arithmetic makes
@@ -119,3 +123,55 @@ def count_sampled_cpu(
     for seq in range(rows.shape[0]):
         if flags[seq] & SAMPLES:
             counts[rows[seq], token_ids[seq]] += 1
+
+
+def adjust_logits_cuda(
+    device: Device,
+    logits: Array,
+    logit_seq: Array,
+    logit_target: Array,
+    rows: Array,
+    counts: Array | None,
+    repetition_penalty: Array | None,
+    frequency_penalty: Array | None,
+    presence_penalty: Array | None,
+    bias_start: Array | None,
+    bias_ids: Array | None,
+    bias: Array | None,
+    banned_start: Array | None,
+    banned: Array | None,
+    adjusted: Array,
+) -> None:
+    """Set the adjusted rows that are sampled from; as adjust_logits_cpu, with None for its empty arrays."""
+    num_rows, vocab_size = logits.shape
+    sequences = (logit_seq, logit_target, rows)
+    penalties = (repetition_penalty, frequency_penalty, presence_penalty)
+    ragged = (bias_start, bias_ids, bias, banned_start, banned)
+    args = (adjusted, logits, *sequences, counts, *penalties, *ragged, vocab_size, row_stride(logits))
+    _kernel(device, "adjust_logits")((ceil_div(vocab_size, CHUNK), num_rows, 1), THREADS, args)
+
+
+def count_history_cuda(
+    device: Device,
+    rows: Array,
+    flags: Array,
+    output_position: Array,
+    history_start: Array,
+    history: Array,
+    counts: Array,
+) -> None:
+    """Set the row of counts of each sequence that enters (RESET) with a history."""
+    vocab_size = counts.shape[1]
+    args = (counts, rows, flags, output_position, history_start, history, vocab_size)
+    _kernel(device, "count_history")((ceil_div(vocab_size, CHUNK), rows.shape[0], 1), THREADS, args)
+
+
+def count_sampled_cuda(device: Device, rows: Array, flags: Array, token_ids: Array, counts: Array) -> None:
+    """Count the tokens of the sequences that sampled."""
+    num_seqs = rows.shape[0]
+    args = (counts, rows, flags, token_ids, num_seqs, counts.shape[1])
+    _kernel(device, "count_sampled")((ceil_div(num_seqs, THREADS), 1, 1), THREADS, args)
+
+
+def _kernel(device: Device, name: str) -> Kernel:
+    return device.kernel("adjust_logits", name, THREADS=THREADS, CHUNK=CHUNK)

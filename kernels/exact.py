@@ -11,7 +11,7 @@ import numpy as np
 from cupaged.jit import njit
 from cupaged.kernels.bits import exp
 
-ONE = 2**40  # the mass of the most likely token; 2**18 of them add up to 2**58
+ONE = 2**40  # the mass of the most likely token; 2**22 of them add up to 2**62
 KEY_OF_MINUS_INFINITY = np.uint32(0x007FFFFF)
 KEY_OF_INFINITY = np.uint32(0xFF800000)
 LARGEST_TEMPERATURE = np.float32(2.0**126)  # its reciprocal is a normal number
@@ -60,8 +60,8 @@ def goal(total: int, fraction: Any) -> Any:
 
 
 @njit
-def log_of(total: int) -> int:
-    """Return log(total / ONE) in units of 2**-32, within 300 of them, for a total in [ONE, 2**58]."""
+def log_of(total: int) -> Any:
+    """Return log(total / ONE) in units of 2**-32, within 300 of them, for a total in [ONE, 2**62]."""
     power = 0
     while (total >> power) >= 2 * ONE:
         power += 1

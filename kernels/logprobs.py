@@ -10,14 +10,18 @@ import numpy as np
 
 from cupaged.jit import njit, prange
 from cupaged.kernels.exact import log_of, to_mass
+from cupaged.kernels.launch import Array, Device, row_stride
 
 UNIT = 2.0**-32  # of log_of
+THREADS = 1024  # of a CUDA block, which has one row
+SHARED_BYTES = 32 << 10  # a counter of each lane and step
+MAX_TOP = 128  # tokens
 
 
 @njit
 def number(x: Any) -> Any:
-    """Return x, or minus infinity for NaN."""
-    return x if x == x else np.float32(-np.inf)
+    """Return x, minus infinity for NaN, 0 for -0."""
+    return x + np.float32(0.0) if x == x else np.float32(-np.inf)
 
 
 @njit
@@ -73,3 +77,24 @@ def logprobs_cpu(
         top, log_total = log_sum_exp(row)
         for n in range(logprobs.shape[1]):
             logprobs[i, n] = (np.float64(logprobs[i, n]) - top) - log_total
+
+
+def logprobs_cuda(
+    device: Device,
+    logits: Array,
+    logit_seq: Array,
+    logit_target: Array,
+    sampled: Array,
+    token_ids: Array,
+    logprobs: Array,
+    ranks: Array,
+) -> None:
+    """Fill token_ids, logprobs and ranks; arguments as logprobs_cpu has them."""
+    num_rows, vocab_size = logits.shape
+    num_top = token_ids.shape[1] - 1
+    if num_top > MAX_TOP:
+        raise ValueError(f"{num_top} top tokens are wanted but kernels give {MAX_TOP}; ask for fewer")
+    kernel = device.kernel("logprobs", "logprobs", THREADS=THREADS, MAX_TOP=MAX_TOP)
+    outputs = (token_ids, logprobs, ranks)
+    args = (*outputs, logits, logit_seq, logit_target, sampled, vocab_size, num_top, row_stride(logits))
+    kernel((num_rows, 1, 1), THREADS, args, shared_bytes=SHARED_BYTES)

@@ -26,12 +26,15 @@ from cupaged.kernels.exact import (
     rank_key,
     to_mass,
 )
+from cupaged.kernels.launch import Array, Device, row_stride
 from cupaged.kernels.philox import random_word
 
-GREEDY_TEMPERATURE = 1e-5  # below it a row takes the most likely token, as in vLLM
+GREEDY_TEMPERATURE = np.float32(1e-5)  # below it a row takes the most likely token, as in vLLM
 BLOCK = 256  # tokens; what a block's greatest key or mass rules out is not looked at again
 SHIFTS = (21, 10, 0)  # the ranking is found by 11, 11 and 10 bits of the keys
 NUM_BINS = (2048, 2048, 1024)
+THREADS = 1024  # of a CUDA block, which has one row
+SHARED_BYTES = 96 << 10  # three counters of each lane and step
 ALL = 2**62  # more tokens and more mass than there are
 
 
@@ -199,3 +202,26 @@ def sample_cpu(
                 filters = (temperature[seq], top_k[seq], top_p[seq], min_p[seq])
                 token = draw(row, tops, token, filters, word)
             token_ids[seq] = token
+
+
+def sample_cuda(
+    device: Device,
+    logits: Array,
+    logit_seq: Array,
+    logit_target: Array,
+    temperature: Array,
+    top_k: Array,
+    top_p: Array,
+    min_p: Array,
+    seed: Array,
+    group_index: Array,
+    output_position: Array,
+    token_ids: Array,
+) -> None:
+    """Set token_ids of the sequences that sample in these rows; arguments as sample_cpu has them."""
+    kernel = device.kernel("sample", "sample", THREADS=THREADS)
+    filters = (temperature, top_k, top_p, min_p)
+    random = (seed, group_index, output_position)
+    shape = (logits.shape[1], row_stride(logits))
+    args = (token_ids, logits, logit_seq, logit_target, *filters, *random, *shape)
+    kernel((logits.shape[0], 1, 1), THREADS, args, shared_bytes=SHARED_BYTES)
