@@ -188,9 +188,21 @@ def test_bits_are_the_same_under_all_schedules(num_heads: int, num_kv_heads: int
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_many_splits_are_merged(dtype: Any) -> None:
-    case = CudaCase((40_000, 5000), 2, 1, 128, 128, dtype=dtype, softcap=30.0)
+    lens = (25_000, 5000)  # more splits than are on their way at a time, and than a warp has lanes
+    case = CudaCase(lens, 2, 1, 256, 128, dtype=dtype, softcap=30.0)
 
-    case.assert_close(launch(EmulatedDevice("fast"), case.step(*newest(case.lens))), *newest(case.lens))
+    case.assert_close(launch(EmulatedDevice("fast"), case.step(*newest(lens))), *newest(lens))
+
+
+@pytest.mark.parametrize("position", [3, 600, 19_000])
+def test_one_key_may_outweigh_all_others_by_more_than_float_holds(position: int) -> None:
+    case = CudaCase((20_000,), 1, 1, 64)
+    case.k[0][position] = 40 * case.q[0][-1]  # a score of some 300
+    case.place(np.random.default_rng(1))
+
+    out = launch(EmulatedDevice("fast"), case.step((0, 19_999, 20_000)))
+
+    assert np.array_equal(out[0].astype(np.float32), case.v[0][position, 0])
 
 
 def test_splits_are_counted_as_the_kernel_does() -> None:
