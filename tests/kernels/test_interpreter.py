@@ -4,7 +4,8 @@ import os
 import subprocess
 import sys
 
-FILES = ["bits", "linear", "logprobs", "paged_attention", "philox", "rms_norm", "rope_kv_write", "rows"]
+FILES = ["adjust_logits", "bits", "exact", "linear", "logprobs", "paged_attention", "philox", "rms_norm"]
+FILES += ["rope_kv_write", "rows"]
 TOO_MUCH = (
     "equals_dense or same_bits or dense_attention or units or bfloat16 or uniform or 1000 or 576 or shape"
 )

@@ -5,7 +5,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from cupaged.backend.cpu import CpuBackend
+from cupaged.backend.cpu import ADJUSTED_ROWS, CpuBackend
 from cupaged.batch import Batch, Bucket, Count, Flag, buffer_size, view
 from cupaged.worker.sampler import LOGITS_CHUNK, Sampler
 
@@ -26,14 +26,21 @@ class HiddenIsLogits:
         return hidden
 
 
-def make_batch(num_seqs: int, targets: list[list[int]] | None = None) -> Batch:
-    """Return greedy sequences; sequence i scores the prompt tokens targets[i], then samples."""
+def make_batch(
+    num_seqs: int, targets: list[list[int]] | None = None, banned: list[list[int]] | None = None
+) -> Batch:
+    """Return greedy sequences; sequence i scores the prompt tokens targets[i], then samples, not banned[i]."""
+    banned = banned or [[] for _ in range(num_seqs)]
+    banned_ids = [token for ids in banned for token in ids]
     targets = targets or [[] for _ in range(num_seqs)]
     num_logits = num_seqs + sum(map(len, targets))
     bucket = Bucket(num_logits, num_seqs, 1)
-    buffer = np.zeros(buffer_size(bucket, 0), np.int32)
+    buffer = np.zeros(buffer_size(bucket, len(banned_ids)), np.int32)
     arrays = view(buffer, bucket)
     arrays.counts[[Count.NUM_TOKENS, Count.NUM_SEQS, Count.NUM_LOGITS]] = num_logits, num_seqs, num_logits
+    arrays.counts[Count.NUM_BANNED] = len(banned_ids)
+    arrays.banned_start[:] = np.cumsum([0, *map(len, banned)])
+    arrays.tail[:] = banned_ids
     arrays.flags[:] = Flag.SAMPLES
     arrays.rows[:] = np.arange(num_seqs)
     arrays.num_logprobs[:] = -1
@@ -79,6 +86,21 @@ def test_a_sequence_that_does_not_sample_has_no_token() -> None:
 
     assert output.num_tokens.tolist() == [1, 0]
     assert output.token_ids[1, 0] == -1
+
+
+def test_bans_are_of_their_sequence_in_whichever_part_of_the_rows_it_is() -> None:
+    num_seqs = 2 * ADJUSTED_ROWS + 3
+    sampler, _ = make_sampler(num_seqs)
+    hidden = random_logits(num_seqs)
+    best = hidden.argmax(1).tolist()
+    banned = [[token] if seq % 3 == 0 else [] for seq, token in enumerate(best)]
+    batch = make_batch(num_seqs, banned=banned)
+
+    output = sampler.sample(hidden, batch, batch)
+
+    second = np.argsort(hidden, 1)[:, -2].tolist()
+    expected = [second[seq] if banned[seq] else best[seq] for seq in range(num_seqs)]
+    assert output.token_ids[:, 0].tolist() == expected
 
 
 def test_the_output_is_the_callers_and_outlives_the_next_step() -> None:
