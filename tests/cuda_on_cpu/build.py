@@ -25,17 +25,17 @@ UNUSED_DAYS = 30  # after which a library is removed
 
 _ALL = [
     *("-std=c++17", "-march=native", "-fPIC", "-fvisibility=hidden"),
-    *("-g1", "-gdwarf-4"),  # in version 5, addr2line takes one file for another now and then
     "-fno-gnu-unique",  # a static of an inline function is of its library, not of the process
     "-fno-strict-aliasing",
     "-fno-math-errno",
     "-Wno-unknown-pragmas",  # unroll
 ]
-_RUNTIME = ["-O3", "-Wall", "-Wextra", "-Werror"]
+_RUNTIME = ["-O3"]
 _KERNEL = [
+    *("-gdwarf-4", "-g1"),  # lines; in version 5, addr2line takes one file for another now and then
     "-ffp-contract=fast",  # as nvcc
     "-fno-optimize-sibling-calls",  # a call's return address is its line
-    *("-Werror=return-type", "-Werror=uninitialized"),
+    *("-fmax-errors=5", "-Werror=return-type", "-Werror=uninitialized"),
     "-Werror=frame-larger-than=49152",  # bytes: a thread has a stack of 64 KiB
 ]
 _WATCHED = [

@@ -2,7 +2,6 @@
 #pragma once
 #define CUDA_ON_CPU 1
 #include <cstdio>
-#include <cstring>
 #include <utility>
 
 #include "numbers.h"

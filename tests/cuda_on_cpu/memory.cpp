@@ -12,7 +12,7 @@ namespace cuda_on_cpu {
 
 static constexpr size_t PAGE = 4096;
 static constexpr size_t GAP = size_t{1} << 29;  // bytes before and behind an array that no access may touch
-static constexpr size_t MAX_STATIC_SHARED = 48 << 10;
+static constexpr size_t MAX_STATIC_SHARED = 48 << 10, MAX_SHARED = 227 << 10;
 
 // An array of the launch.
 struct Placed {
@@ -106,9 +106,10 @@ void* storage_of(SharedArray& array) {
   if (!array.is_known) {
     array.is_known = true;
     shared_arrays.push_back(&array);
-    if (static_shared_bytes() > MAX_STATIC_SHARED) {
-      fail(format("with '%s' the SHARED_ARRAYs take %zu bytes, but a block has %zu for them; use DYNAMIC_SHARED",
-                  array.name, static_shared_bytes(), MAX_STATIC_SHARED));
+    const size_t bytes = static_shared_bytes();
+    if (bytes > MAX_STATIC_SHARED || bytes + dynamic_bytes > MAX_SHARED) {
+      fail(format("with '%s' the SHARED_ARRAYs take %zu bytes, but a block has %zu for them, %zu with dynamic ones",
+                  array.name, bytes, MAX_STATIC_SHARED, MAX_SHARED));
     }
     if (array.storage == nullptr) array.storage = map_alone(array.bytes);  // for as long as the library is loaded
     memset(array.storage, NAN_BYTE, array.bytes);
