@@ -46,7 +46,7 @@
 //              + sum(HEAD_DIM * sizeof_T + s * (HEAD_DIM * 4 + 32) + 4 * 32 for n in seq_lens
 //                    for s in (ceil_div(n - max(0, n - window) // 16 * 16, SPLIT),) if s > 1) * num_heads
 //   flops      max_splits * num_heads * 2 * HEAD_DIM
-//   registers  80
+//   registers  48
 //   shared     min(ceil_div(ceil_div(min(max(seq_lens), window + 15), SPLIT), 128 // (HEAD_DIM // 4)), 20) * 2048 + 128
 #include "attention.cuh"
 
@@ -76,7 +76,7 @@ struct Place {
   int split;  // of the sequence
 };
 
-// Find split `index` of WARP sequences from `first` on, of which lane i's has `own`. PRECOND: it is among them.
+// Find split `index` of the WARP sequences from `first` on; this lane's has `own` of them. PRECOND: index < their sum.
 DEVICE Place find_among(int index, int first, int own) {
   const int lane = threadIdx.x % WARP;
   int total = own;  // of the sequences up to this lane's
