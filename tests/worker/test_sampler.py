@@ -29,7 +29,7 @@ class HiddenIsLogits:
 def make_batch(
     num_seqs: int, targets: list[list[int]] | None = None, banned: list[list[int]] | None = None
 ) -> Batch:
-    """Return greedy sequences; sequence i scores the prompt tokens targets[i], then samples, not banned[i]."""
+    """Return greedy sequences; sequence i scores the prompt tokens targets[i], then samples but banned[i]."""
     banned = banned or [[] for _ in range(num_seqs)]
     banned_ids = [token for ids in banned for token in ids]
     targets = targets or [[] for _ in range(num_seqs)]
