@@ -30,7 +30,7 @@ from cupaged.kernels.launch import Array, Device, row_stride
 from cupaged.kernels.philox import random_word
 
 GREEDY_TEMPERATURE = np.float32(1e-5)  # below it a row takes the most likely token, as in vLLM
-BLOCK = 256  # tokens; what a block's greatest key or mass rules out is not looked at again
+BLOCK = 256  # tokens; what a block's greatest key rules out is not looked at again
 SHIFTS = (21, 10, 0)  # the ranking is found by 11, 11 and 10 bits of the keys
 NUM_BINS = (2048, 2048, 1024)
 THREADS = 1024  # of a CUDA block, which has one row
