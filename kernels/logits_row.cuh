@@ -111,12 +111,12 @@ DEVICE Greatest find_greatest(Row row) {
   });
   const uint64_t found = block_max(static_cast<uint64_t>(rank_key(best)) << 32 | (~0u - id));
   if (found >> 32 > KEY_OF_MINUS_INFINITY) return {static_cast<uint32_t>(found >> 32), static_cast<int>(~0u - found)};
-  uint32_t left = 0;  // vocab_size - id
+  int left = 0;  // vocab_size - id, of the lowest
   walk_row(row, [&](int at, float z) {
-    if (left == 0 && __float_as_uint(z) != BANNED) left = row.end - row.first - at;
+    if (__float_as_uint(z) != BANNED) left = max(left, row.end - row.first - at);
   });
-  const int most = block_max(left);
-  return {KEY_OF_MINUS_INFINITY, most == 0 ? 0 : row.end - row.first - most};
+  left = block_max(left);
+  return {KEY_OF_MINUS_INFINITY, left == 0 ? 0 : row.end - row.first - left};
 }
 
 // Return the first id, ascending, at which the running sum of weight(id, logit) passes target(sum over the row).

@@ -138,6 +138,20 @@ def test_banned_tokens_are_never_taken(small_blocks: None, device: EmulatedDevic
     assert found.tolist() == expected.tolist()
 
 
+def test_lowest_token_that_is_left_is_taken_where_nothing_is_above_minus_infinity(
+    small_blocks: None,  # noqa: ARG001
+    device: EmulatedDevice,
+) -> None:
+    logits = np.full((39, 39), -np.inf, np.float32)
+    logits.view(np.uint32)[np.tri(39, k=-1, dtype=bool)] = BANNED
+
+    for gap in range(4):  # rows begin at any place of a 16-byte unit
+        found, expected = both(device, strided(logits, gap), *alike(39))
+
+        assert expected.tolist() == list(range(39))
+        assert found.tolist() == expected.tolist()
+
+
 def test_block_size_changes_no_token(monkeypatch: pytest.MonkeyPatch) -> None:
     rng = np.random.default_rng(4)
     logits, args = logits_of(rng, "rounded", (60, 999)), parameters(rng, 60)
