@@ -30,6 +30,8 @@ static void on_fault(int signal_number, siginfo_t* info, void* context) {
   const void* pc = nullptr;
 #if defined(__x86_64__)
   pc = reinterpret_cast<const void*>(static_cast<ucontext_t*>(context)->uc_mcontext.gregs[REG_RIP] + 1);
+#elif defined(__aarch64__)
+  pc = reinterpret_cast<const void*>(static_cast<ucontext_t*>(context)->uc_mcontext.pc + 1);
 #endif
   const std::string line = pc != nullptr ? line_of(pc) + ": " : "";
   if (signal_number == SIGFPE) fail(line + "integer division by zero");

@@ -19,6 +19,7 @@ BUGS = {
     "OVERWRITTEN_TOO_EARLY": ("start", UNDER_WAY),
     "NEVER_WAITED": ("start", "this cp.async was never waited for"),
     "NO_COMMIT": ("read", UNDER_WAY),
+    "LAST_UNCOMMITTED": ("uncommitted", "this cp.async was never waited for"),
     "MISALIGNED": ("start", "misaligned cp.async at byte"),
     "WRITTEN_UNDER_WAY": ("write", UNDER_WAY),
     "STAGE_PAST_END": ("start", "illegal write by cp.async of 16 bytes at byte"),
@@ -59,13 +60,14 @@ def test_fast_mode_gives_a_lax_wait_other_bits_with_early_copies() -> None:
     np.testing.assert_array_equal(early, SUMS)
 
 
-def test_never_waited_copies_are_found_in_fast_mode() -> None:
-    kernel = device("fast").kernel("copies", "sum_tiles", BUG="NEVER_WAITED")
+@pytest.mark.parametrize("bug", ["NEVER_WAITED", "NO_COMMIT", "LAST_UNCOMMITTED"])
+def test_copies_under_way_at_the_end_are_found_in_fast_mode(bug: str) -> None:
+    kernel = device("fast").kernel("copies", "sum_tiles", BUG=bug)
 
     message = complaint(kernel, (1, 1, 1), 64, (zeros(256, dtype=F32), TILES, len(TILES)))
 
     assert "this cp.async was never waited for" in message
-    assert line("copies", "start") in message
+    assert line("copies", BUGS[bug][0] if bug != "NO_COMMIT" else "start") in message
 
 
 @pytest.mark.parametrize("early_copies", [False, True])
@@ -78,3 +80,4 @@ def test_invalid_copy_fills_with_zeros_and_reads_nothing(mode: str, early_copies
 
     assert (out[:5] == 1).all()
     assert (out[5:] == 0).all()
+    kernel((1, 1, 1), 32, (out, x[:0], 0))

@@ -13,13 +13,14 @@ def test_rounding_is_as_the_name_says_whatever_the_compiler_contracts() -> None:
     rng = np.random.default_rng(0)
     a, b, c = (rng.standard_normal(256).astype(F32) for _ in range(3))
     c = -(a * b) * (1 + 2.0**-20 * rng.integers(-4, 4, 256)).astype(F32)  # almost all cancels
-    rounded, fused = zeros(3, 256, dtype=F32), zeros(256, dtype=F32)
+    rounded, fused = zeros(4, 256, dtype=F32), zeros(256, dtype=F32)
 
     device("fast").kernel("numbers", "rounding")((1, 1, 1), 256, (rounded, fused, a, b, c))
 
     np.testing.assert_array_equal(rounded[0], a * b + c)
     np.testing.assert_array_equal(rounded[1], a * b - c)
     np.testing.assert_array_equal(rounded[2], a * b - c)
+    np.testing.assert_array_equal(rounded[3], a * b + c)
     np.testing.assert_array_equal(fused, (a.astype(np.float64) * b + c).astype(F32))
     assert (fused != rounded[0]).any()
 

@@ -71,6 +71,15 @@ def test_halves_of_a_warp_may_each_have_their_mask(schedule: str) -> None:
     assert out.tolist() == [sum(range(16))] * 16 + [sum(range(16, 32))] * 16
 
 
+@pytest.mark.parametrize("schedule", ["forward", "reverse", "random"])
+def test_lanes_may_come_while_others_are_in_another_collective(schedule: str) -> None:
+    out = zeros(32)
+
+    device(schedule=schedule).kernel("warp", "masks_in_turn")((1, 1, 1), 32, (out,))
+
+    assert out.tolist() == [3 + 1, 1 + 3 + 2, 2 + 4, 3 + 0, *range(4, 32)]
+
+
 def test_numbers_of_8_bytes_are_shuffled_whole() -> None:
     x = (np.arange(32, dtype=np.int64) << 40) + 1
     out = zeros(32, dtype=np.int64)

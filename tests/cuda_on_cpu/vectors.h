@@ -25,28 +25,12 @@ inline __attribute__((always_inline)) Value opaque(Value value) {
   return value;
 }
 
-template <int BYTES>
-struct BitsOf;
-template <>
-struct BitsOf<2> {
-  using type = uint16_t;
-};
-template <>
-struct BitsOf<4> {
-  using type = uint32_t;
-};
-template <>
-struct BitsOf<8> {
-  using type = uint64_t;
-};
-template <>
-struct BitsOf<16> {
-  typedef uint64_t type __attribute__((vector_size(16)));
-};
+typedef uint64_t Bits128 __attribute__((vector_size(16)));
 
 template <class Vector>
 inline __attribute__((always_inline)) void copy_whole(Vector* to, const Vector* from) {
-  using Bits = typename BitsOf<sizeof(Vector)>::type;
+  using Bits = std::conditional_t<sizeof(Vector) == 16, Bits128, uint64_t>;
+  static_assert(sizeof(Vector) == sizeof(Bits));
   *reinterpret_cast<Bits*>(to) = opaque(*reinterpret_cast<const Bits*>(from));
 }
 
@@ -92,12 +76,6 @@ struct alignas(4 * sizeof(Scalar)) Vector4 {
   inline name##3 make_##name##3(Scalar x, Scalar y, Scalar z) { return {x, y, z}; }         \
   inline name##4 make_##name##4(Scalar x, Scalar y, Scalar z, Scalar w) { return {x, y, z, w}; }
 
-VECTORS(char, signed char)
-VECTORS(uchar, unsigned char)
-VECTORS(short, short)
-VECTORS(ushort, unsigned short)
 VECTORS(int, int)
 VECTORS(uint, unsigned)
 VECTORS(float, float)
-using longlong2 = cuda_on_cpu::Vector2<long long>;
-using ulonglong2 = cuda_on_cpu::Vector2<unsigned long long>;

@@ -62,6 +62,12 @@ KERNEL(64) null_pointer(float* out, const float* bias) {
   if (BUG || bias != nullptr) out[threadIdx.x] += bias[threadIdx.x];  // here: null_pointer
 }
 
+KERNEL(64) last_pair(float* out, const float* x, int n) {
+  const float2 first = *reinterpret_cast<const float2*>(x);
+  const float2 last = *reinterpret_cast<const float2*>(x + n - (BUG ? 1 : 3));  // here: last_pair
+  out[threadIdx.x] = first.x + last.x;
+}
+
 KERNEL(64) misaligned_load(float* out, const float* x) {
   const uint4 v = load16(x + threadIdx.x * (BUG ? 2 : 4));  // here: misaligned_load
   store16(out + threadIdx.x * 4, v);
@@ -89,4 +95,12 @@ __constant__ float WEIGHTS[4] = {0.5f, 0.25f, 0.125f, 0.0625f};
 
 KERNEL(64) constants(float* out) {
   out[threadIdx.x] = WEIGHTS[threadIdx.x % 4 + BUG];  // here: constants
+}
+
+__constant__ float OTHER_WEIGHTS[4] = {1.5f, 1.25f, 1.125f, 1.0625f};
+
+KERNEL(64) constants_by_pointer(float* out) {
+  const float* weights = threadIdx.x < 32 ? WEIGHTS : OTHER_WEIGHTS;
+  out[threadIdx.x] = weights[threadIdx.x % 4];
+  if (BUG) const_cast<float*>(weights)[threadIdx.x % 4] = 0.0f;  // here: constants_by_pointer
 }

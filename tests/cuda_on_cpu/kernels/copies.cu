@@ -11,6 +11,7 @@
 #define WRITTEN_UNDER_WAY 7
 #define STAGE_PAST_END 8
 #define TO_GLOBAL 9
+#define LAST_UNCOMMITTED 10
 
 #if !defined(BUG)
 #error "copies.cu needs -D BUG"
@@ -41,6 +42,7 @@ KERNEL(64) sum_tiles(float* out, const float* x, int num_tiles) {
     }
     if (BUG != OVERWRITTEN_TOO_EARLY) __syncthreads();
   }
+  if (BUG == LAST_UNCOMMITTED) copy_async(mine, x, true);  // here: uncommitted
   if (BUG != NEVER_WAITED) wait_copies<0>();
   if (BUG == NEVER_WAITED) start(0);
   for (int i = 0; i < 4; i++) out[threadIdx.x * 4 + i] = sum[i];

@@ -25,6 +25,7 @@ KERNEL(256) rounding(float* product_then_sum, float* fused, const float* a, cons
   product_then_sum[i] = __fadd_rn(__fmul_rn(a[i], b[i]), c[i]);
   product_then_sum[256 + i] = __fmul_rn(a[i], b[i]) - c[i];
   product_then_sum[512 + i] = __fsub_rn(a[i] * b[i], c[i]);
+  product_then_sum[768 + i] = __fadd_rn(a[i] * b[i], c[i]);
   fused[i] = __fmaf_rn(a[i], b[i], c[i]);
 }
 

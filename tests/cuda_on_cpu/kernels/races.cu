@@ -60,6 +60,17 @@ KERNEL(64) across_warps(int* out) {
   out[threadIdx.x] = s[threadIdx.x ^ 32];  // here: other of across_warps
 }
 
+// All read what one then writes, who is in order with his own warp only.
+KERNEL(64) one_of_many_readers(int* out) {
+  SHARED_ARRAY(int, s, [1]);
+  if (threadIdx.x == 0) s[0] = 7;
+  __syncthreads();
+  out[threadIdx.x] = s[0];  // here: one_of_many_readers
+  __syncwarp();
+  UNLESS_BUG(__syncthreads();)
+  if (threadIdx.x == 0) s[0] = 8;  // here: other of one_of_many_readers
+}
+
 // In pairs: lanes 0 and 1, then 1 and 2 synchronise, so lane 2 may read what lane 0 wrote.
 KERNEL(64) in_a_chain(int* out) {
   SHARED_ARRAY(int, s, [1]);

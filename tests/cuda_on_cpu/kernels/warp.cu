@@ -42,6 +42,16 @@ KERNEL(32) halves(int* out) {
   out[threadIdx.x] = sum;
 }
 
+// Lane 0 is with lane 3 when lane 1 comes for it, and lane 1 with lane 0 when lane 2 comes.
+KERNEL(32) masks_in_turn(int* out) {
+  const int lane = threadIdx.x;
+  int x = lane;
+  if (lane == 0 || lane == 3) x += __shfl_xor_sync(9, x, 3);
+  if (lane == 0 || lane == 1) x += __shfl_xor_sync(3, x, 1);
+  if (lane == 1 || lane == 2) x += __shfl_xor_sync(6, x, 3);
+  out[lane] = x;
+}
+
 // Numbers of 8 bytes.
 KERNEL(32) wide(int64_t* out, const int64_t* x) {
   out[threadIdx.x] = __shfl_xor_sync(ALL_LANES, x[threadIdx.x], 1);
