@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 INSTALL = "install cupaged[cuda13] for a driver of CUDA 13, or cupaged[cuda12] for one of CUDA 12"
 BUILTIN_OPERATION_FAILURE = 7  # its second library, nvrtc-builtins, is of another version or missing
+CACHES = (12, 9)  # the first version that keeps what it made in the driver's cache: found there, it has no log
 
 _STRINGS, _POINTER, _SIZE = POINTER(c_char_p), POINTER(c_void_p), POINTER(c_size_t)
 _SIGNATURES: Mapping[str, tuple[Any, ...]] = {
@@ -69,14 +70,18 @@ class Nvrtc:
             )
         handle = self._create(program)
         try:
-            options = [f"--gpu-architecture={arch}", *options]
+            own = ["--no-cache"] if self.version >= CACHES else []
+            options = [f"--gpu-architecture={arch}", *own, *options]
             status = self._library.nvrtcCompileProgram(handle, len(options), _strings(options))
             log = self._get("nvrtcGetProgramLogSize", "nvrtcGetProgramLog", handle).rstrip(b"\0").decode()
             if status == BUILTIN_OPERATION_FAILURE:
                 raise CudaUnavailable(f"NVRTC's two libraries do not fit ({log.strip()}); {INSTALL}")
             if status:
                 raise ValueError(f"{program.name} does not compile with {' '.join(options)}:\n{log}")
-            return self._get("nvrtcGetCUBINSize", "nvrtcGetCUBIN", handle), log
+            cubin = self._get("nvrtcGetCUBINSize", "nvrtcGetCUBIN", handle)
+            if not cubin:
+                raise RuntimeError(f"NVRTC says that {program.name} compiles, but returns no cubin for {arch}")
+            return cubin, log
         finally:
             self._check("nvrtcDestroyProgram", byref(handle))
 

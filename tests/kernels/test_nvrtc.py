@@ -72,7 +72,7 @@ def test_error_shows_file_line_and_options(compiler: Nvrtc) -> None:
     program = HELLO._replace(headers={"one.cuh": "#define ONE two"})
 
     with pytest.raises(
-        ValueError, match=r"(?s)hello.cu does not compile.*sm_90 --fmad=true.*cu\(2\): error.*two"
+        ValueError, match=r"(?s)hello.cu does not compile.*sm_90.* --fmad=true.*cu\(2\): error.*two"
     ):
         compiler.compile(program, "sm_90", ["--fmad=true"])
 
@@ -116,6 +116,26 @@ def test_libraries_of_two_versions_are_one_clear_error() -> None:
 
     with pytest.raises(CudaUnavailable, match=rf"two libraries do not fit \(failed\); {EXTRAS}"):
         mixed.compile(HELLO, "sm_90", [])
+
+
+@pytest.mark.parametrize(("version", "num_options"), [((12, 8), 1), ((12, 9), 2), ((13, 0), 2)])
+def test_the_drivers_cache_of_newer_versions_is_not_used(version: tuple[int, int], num_options: int) -> None:
+    found: list[list[bytes]] = []
+
+    def compile_program(_: Any, count: int, options: Any) -> int:
+        found.append(options[:count])
+        return 6
+
+    with pytest.raises(ValueError, match="failed"):
+        open_nvrtc(lambda: library(version, nvrtcCompileProgram=compile_program)).compile(HELLO, "sm_90", [])
+    assert found == [[b"--gpu-architecture=sm_90", b"--no-cache"][:num_options]]
+
+
+def test_success_without_a_cubin_is_an_error() -> None:
+    empty = open_nvrtc(library)
+
+    with pytest.raises(RuntimeError, match=r"hello.cu compiles, but returns no cubin for sm_90"):
+        empty.compile(HELLO, "sm_90", [])
 
 
 def test_failure_of_another_call_is_named() -> None:
