@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 INSTALL = "install cupaged[cuda13] for a driver of CUDA 13, or cupaged[cuda12] for one of CUDA 12"
 BUILTIN_OPERATION_FAILURE = 7  # its second library, nvrtc-builtins, is of another version or missing
-CACHES = (12, 9)  # the first version that keeps what it made in the driver's cache: found there, it has no log
+CACHES = (12, 9)  # the first version that looks into the driver's cache; what it finds there has no log
 
 _STRINGS, _POINTER, _SIZE = POINTER(c_char_p), POINTER(c_void_p), POINTER(c_size_t)
 _SIGNATURES: Mapping[str, tuple[Any, ...]] = {
@@ -80,7 +80,7 @@ class Nvrtc:
                 raise ValueError(f"{program.name} does not compile with {' '.join(options)}:\n{log}")
             cubin = self._get("nvrtcGetCUBINSize", "nvrtcGetCUBIN", handle)
             if not cubin:
-                raise RuntimeError(f"NVRTC says that {program.name} compiles, but returns no cubin for {arch}")
+                raise RuntimeError(f"NVRTC compiled {program.name} for {arch} but returned no cubin")
             return cubin, log
         finally:
             self._check("nvrtcDestroyProgram", byref(handle))
