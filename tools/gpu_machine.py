@@ -16,7 +16,8 @@ from cupaged.backend.device import CudaDevice
 from cupaged.kernels.compile import compile_kernels
 from cupaged.kernels.launch import SOURCES, Array, ceil_div
 from cupaged.kernels.nvrtc import nvrtc
-from tools.kernel_cases.case import Attention, Case, HostArrays, Shape, record
+from tools.kernel_cases.case import Attention, Case, HostArrays, Shape
+from tools.kernel_cases.launches import instances
 from tools.machine import Times, summarize
 
 NUM_REPEATS = 20  # the median counts
@@ -102,15 +103,10 @@ class GpuMachine:
         }
 
     def prepare(self, cases: Sequence[Case]) -> int:
-        arch = self._devices[SOURCES].arch
-        wanted = {
-            (case.sources / f"{launch.file}.cu", tuple(sorted(launch.constants.items())))
-            for case in cases
-            for launch in record(case)
-        }
+        arch, wanted = self._devices[SOURCES].arch, instances(cases)
         with ThreadPoolExecutor() as threads:
-            for path, constants in wanted:
-                threads.submit(compile_kernels, path, arch, dict(constants))
+            for instance in wanted:
+                threads.submit(compile_kernels, instance.path, arch, dict(instance.constants))
         return len(wanted)
 
     def device(self, sources: Path) -> CudaDevice:

@@ -1,13 +1,12 @@
 """What gpu_check found, put together: bytes and shares beside each time, goals, tables for people."""
 
-import re
 from collections.abc import Mapping
 from typing import Any
 
-from cupaged.kernels.launch import SOURCES
-from tools.data_sheet import read
 from tools.gpu_worker import cases_by_task, tasks
-from tools.kernel_cases.case import Case, record
+from tools.kernel_cases.case import Case
+from tools.kernel_cases.launches import record, sheet_value
+from tools.kernel_tables import predictions
 
 DECODE_GOAL = 0.85  # of the copy bandwidth, where batch x context is at least
 DECODE_TOKENS = 256 << 10
@@ -23,25 +22,7 @@ Row = dict[str, Any]
 
 def unique_bytes(case: Case) -> int:
     """Return the bytes that a case must move, each counted once."""
-    total = 0
-    for launch in record(case):
-        sheet = read(launch.file, case.sources)[launch.kernel]
-        total += sheet.evaluate("unique", {**case.variables, **launch.constants})
-    return total
-
-
-def predictions(gpu: str) -> dict[str, float]:
-    """Return the predicted seconds of the cases on a GPU, from the table in kernels/README.md."""
-    found: dict[str, float] = {}
-    column = -1
-    for line in (SOURCES / "README.md").read_text(encoding="utf-8").split("\n"):
-        cells = [cell.strip() for cell in line.split("|")]
-        if "case" in cells:
-            names = [cell.removesuffix(" us") for cell in cells]
-            column = next((i for i, name in enumerate(names) if name and name in re.split(r"\W+", gpu)), -1)
-        elif column >= 0 and column < len(cells) and "->" in cells[column]:
-            found[cells[1]] = float(cells[column].split("->")[1].split()[0]) / 1e6
-    return found
+    return sum(sheet_value(case, launch, "unique") for launch in record(case))
 
 
 def summary(results: Mapping[str, Row], *, dry_run: bool) -> Row:

@@ -6,6 +6,8 @@ it is measured or published where it says so, else assumed.
 
 from dataclasses import dataclass
 
+from cupaged.kernels.launch import ceil_div
+
 WARP = 32  # threads
 RESERVED_SHARED = 1024  # bytes of each block's shared memory that CUDA keeps for itself
 REGISTERS_PER_SM = 65536
@@ -99,16 +101,16 @@ GPUS = (A100, H100, H200)
 def blocks_per_sm(arch: str, threads: int, registers: int, shared_bytes: int) -> int:
     """Return how many blocks an SM holds at once: registers a thread, shared bytes a block; 0 = too large."""
     limits = ARCHITECTURES[arch]
-    warps = -(-threads // WARP)
-    registers_a_warp = max(1, -(-registers * WARP // REGISTER_UNIT)) * REGISTER_UNIT
+    warps = ceil_div(threads, WARP)
+    registers_a_warp = max(1, ceil_div(registers * WARP, REGISTER_UNIT)) * REGISTER_UNIT
     most_warps = REGISTERS_PER_SM // 4 // registers_a_warp * 4  # each quarter of an SM has its own registers
-    shared = -(-(shared_bytes + RESERVED_SHARED) // 128) * 128
+    shared = ceil_div(shared_bytes + RESERVED_SHARED, 128) * 128
     by_threads = limits.threads // (warps * WARP)
     return min(limits.blocks, by_threads, most_warps // warps, limits.shared_bytes // shared)
 
 
 def occupancy(arch: str, threads: int, registers: int, shared_bytes: int) -> float:
     """Return the share of an SM's threads that can be there at once, 0 to 1."""
-    warps = -(-threads // WARP)
+    warps = ceil_div(threads, WARP)
     blocks = blocks_per_sm(arch, threads, registers, shared_bytes)
     return blocks * warps * WARP / ARCHITECTURES[arch].threads

@@ -3,25 +3,23 @@
 Needs g++ and a few seconds; nothing here needs a GPU.
 """
 
-from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from tests.cuda_on_cpu.count import CountingDevice, KernelCounts
-from tools.data_sheet import Sheet, read
-from tools.kernel_cases.case import Case, HostArrays, Launch, record
+from tools.kernel_cases.case import Case, HostArrays
+from tools.kernel_cases.launches import Launch, record, sheet_value
 
 
 class Counted(NamedTuple):
-    """One kernel of a case."""
+    """One launch of a case."""
 
+    case: Case
     launch: Launch
-    sheet: Sheet
-    variables: Mapping[str, Any]  # of the sheet
     counts: KernelCounts
 
-    def says(self, field: str) -> int:
-        """Return what the data sheet says of a field."""
-        return self.sheet.evaluate(field, self.variables)
+    def says(self, name: str) -> int:
+        """Return what the data sheet says of the launch."""
+        return sheet_value(self.case, self.launch, name)
 
 
 def count(case: Case) -> list[Counted]:
@@ -32,6 +30,5 @@ def count(case: Case) -> list[Counted]:
     for launch in record(case):
         counts = device.counts[launch.kernel]
         assert counts.launches == 1, f"{case.name} launches {launch.kernel} {counts.launches} times"
-        sheet = read(launch.file, case.sources)[launch.kernel]
-        found.append(Counted(launch, sheet, {**case.variables, **launch.constants}, counts))
+        found.append(Counted(case, launch, counts))
     return found

@@ -1,7 +1,7 @@
 """What the kernels need and how long they should take, without a GPU: resources, roofline, prediction.
 
-    sh tools/kernel_report               the instances and shapes in kernels/README.md
-    sh tools/kernel_report --all         every instance of tools/kernel_cases
+    sh tools/kernel_report               the kernels and shapes in kernels/README.md
+    sh tools/kernel_report --all         every kernel, compiled for every case of tools/kernel_cases
     sh tools/kernel_report --arch sm_89  resources for this architecture only; may be repeated
     sh tools/kernel_report --markdown    write the tables into kernels/README.md
 
@@ -15,41 +15,40 @@ import hashlib
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from cupaged.kernels.compile import Resources, compile_kernels
 from cupaged.kernels.launch import SOURCES
 from cupaged.kernels.nvrtc import nvrtc
-from tools.data_sheet import read
 from tools.gpu_specs import ARCHITECTURES, GPUS, occupancy
 from tools.kernel_cases import GOLDENS, INSTANCES, TIMED, TRAFFIC
-from tools.kernel_cases.case import Case, Launch, record
-from tools.kernel_tables import instance_table, shape_table, write_readme
+from tools.kernel_cases.case import Case
+from tools.kernel_cases.launches import Launch, record, sheet_value
+from tools.kernel_counts import Counted, count
+from tools.kernel_tables import kernel_table, shape_table, write_readme
 from tools.predict import Work, predict, roofline
 
-if TYPE_CHECKING:
-    from tools.kernel_counts import Counted
-
-TOOLS = ("kernel_report", "kernel_tables", "predict", "gpu_specs")  # of this folder, that make the tables
+# The files of this folder that make the tables.
+TOOLS = ("kernel_report", "kernel_tables", "kernel_counts", "data_sheet", "predict", "gpu_specs")
 REPORTED = (*TIMED, *TRAFFIC)  # the cases that the tables come from
 COMMAND = "sh tools/kernel_report --markdown"
 
 
 class Profile(NamedTuple):
-    """What the emulator counted of a kernel, for what its sheet says at the counted shape."""
+    """What the emulator counted at a small shape, relative to the data sheet, to scale to larger shapes."""
 
-    mma_flops: float  # a FLOP of the sheet; 0 = it has no mma.sync
-    wavefronts: float  # a FLOP of the sheet with mma.sync, else a byte
-    copy_bytes: int  # of cp.async under way, a block
+    mma_flops: float  # for each FLOP of the sheet; 0 = it has no mma.sync
+    wavefronts: float  # for each FLOP of the sheet if it has mma.sync, else for each byte
+    copy_bytes: int  # most bytes of cp.async that a block has under way
 
 
 def key_of(launch: Launch) -> tuple[Any, ...]:
-    """Return what tells one instance of a kernel from another."""
+    """Return what tells one kernel, compiled with its constants, from all others."""
     return (launch.file, launch.kernel, tuple(sorted(launch.constants.items())))
 
 
-def instances(cases: Iterable[Case]) -> list[tuple[Case, Launch]]:
-    """Return a launch of each instance that the cases name."""
+def kernels(cases: Iterable[Case]) -> list[tuple[Case, Launch]]:
+    """Return a launch of each kernel, with its constants, that the cases launch."""
     found: dict[Any, tuple[Case, Launch]] = {}
     for case in cases:
         for launch in record(case):
@@ -65,9 +64,7 @@ def resources(case: Case, launch: Launch, arch: str) -> Resources:
 
 
 def profiles(cases: Iterable[Case]) -> dict[Any, Profile]:
-    """Count the cases in the emulator; return a profile of each instance in them, by its largest case."""
-    from tools.kernel_counts import count
-
+    """Count the cases in the emulator; return a profile of each kernel in them, by its largest launch."""
     largest: dict[Any, Counted] = {}
     for case in cases:
         for counted in count(case):
@@ -77,26 +74,25 @@ def profiles(cases: Iterable[Case]) -> dict[Any, Profile]:
     return {key: profile_of(counted) for key, counted in largest.items()}
 
 
-def size_of(counted: "Counted") -> tuple[int, int]:
+def size_of(counted: Counted) -> tuple[int, int]:
     """Return what makes one launch of a kernel larger than another."""
     return counted.says("flops"), counted.says("bytes")
 
 
-def profile_of(counted: "Counted") -> Profile:
+def profile_of(counted: Counted) -> Profile:
     """Return the profile of one counted launch."""
     counts = counted.counts
-    if not counts.flops:
-        return Profile(0.0, counts.wavefronts / counted.says("bytes"), counts.copy_bytes)
-    flops = counted.says("flops")
-    return Profile(counts.flops / flops, counts.wavefronts / flops, counts.copy_bytes)
+    said = counted.says("flops" if counts.flops else "bytes")
+    mma_flops = counts.flops / said if counts.flops else 0.0
+    return Profile(mma_flops, counts.wavefronts / said, counts.copy_bytes)
 
 
 def work_of(case: Case, launch: Launch, arch: str, profile: Profile) -> Work:
     """Return what a launch does, for tools/predict.py."""
     needs = resources(case, launch, arch)
-    sheet = read(launch.file, case.sources)[launch.kernel]
-    variables = {**case.variables, **launch.constants}
-    num_bytes, flops = sheet.evaluate("bytes", variables), sheet.evaluate("flops", variables)
+    num_bytes, unique_bytes, flops = (
+        sheet_value(case, launch, name) for name in ("bytes", "unique", "flops")
+    )
     x, y, z = launch.grid
     return Work(
         blocks=x * y * z,
@@ -104,7 +100,7 @@ def work_of(case: Case, launch: Launch, arch: str, profile: Profile) -> Work:
         registers=needs.registers,
         shared_bytes=needs.shared_bytes,
         num_bytes=num_bytes,
-        unique_bytes=sheet.evaluate("unique", variables),
+        unique_bytes=unique_bytes,
         flops=flops,
         mma_flops=profile.mma_flops * flops,
         wavefronts=profile.wavefronts * (flops if profile.mma_flops else num_bytes),
@@ -112,8 +108,8 @@ def work_of(case: Case, launch: Launch, arch: str, profile: Profile) -> Work:
     )
 
 
-def instance_row(case: Case, launch: Launch, archs: Sequence[str]) -> dict[str, Any]:
-    """Return an instance's row: resources by architecture."""
+def kernel_row(case: Case, launch: Launch, archs: Sequence[str]) -> dict[str, Any]:
+    """Return what a kernel needs on each architecture."""
     needs = {arch: resources(case, launch, arch) for arch in archs}
     return {
         "kernel": launch.kernel,
@@ -148,28 +144,27 @@ def shape_row(case: Case, counted: Mapping[Any, Profile]) -> dict[str, Any]:
 
 
 def fingerprint(cases: Sequence[Case], sources: Path = SOURCES) -> str:
-    """Return a hash of all that the tables of these cases come from, but the compiler."""
+    """Return a hash of all that the tables of these cases come from, but the compiler and the emulator."""
     launches = [
         [case.name, case.variables, [launch._replace(args=()) for launch in record(case)]] for case in cases
     ]
-    parts = [
-        json.dumps(launches, default=int, sort_keys=True)
-    ]  # int: NumPy's numbers have a repr for each version
+    # NumPy's integers as int, for their repr is not the same in every version.
+    parts = [json.dumps(launches, default=int, sort_keys=True)]
     tools = (Path(__file__).with_name(f"{name}.py") for name in TOOLS)
     for path in (*sorted(sources.glob("*.cu")), *sorted(sources.glob("*.cuh")), *tools):
         parts += [path.name, path.read_text(encoding="utf-8")]
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
 
 
-def readme_text(instance_rows: Sequence[Mapping[str, Any]], shape_rows: Sequence[Mapping[str, Any]]) -> str:
+def readme_text(kernel_rows: Sequence[Mapping[str, Any]], shape_rows: Sequence[Mapping[str, Any]]) -> str:
     """Return what stands in the README."""
     version = ".".join(map(str, nvrtc().version))
     return (
         f"Sources {fingerprint(REPORTED)}, NVRTC {version}; written by `{COMMAND}`.\n\n"
-        f"{instance_table(instance_rows)}\n"
+        f"{kernel_table(kernel_rows)}\n"
         "**Predictions, not measurements**: roofline -> predicted microseconds, and what limits them. No\n"
         "GPU has run these kernels; tools/predict.py says how times are computed and what is assumed.\n"
-        "MB are requested by warps, `once` is without what is read again.\n\n"
+        "MB is what warps request; `once` counts each byte once, however often it is read.\n\n"
         f"{shape_table(shape_rows)}"
     )
 
@@ -179,21 +174,21 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--all", action="store_true", help="every instance, not only those of the shapes")
+    parser.add_argument("--all", action="store_true", help="the kernels of all cases, not only of timed ones")
     parser.add_argument("--arch", action="append", choices=ARCHITECTURES, help="default: all four")
     parser.add_argument("--markdown", action="store_true", help="write the tables into kernels/README.md")
     args = parser.parse_args()
     archs = args.arch or list(ARCHITECTURES)
     cases = [*GOLDENS, *TIMED, *TRAFFIC, *INSTANCES] if args.all else TIMED
-    instance_rows = [instance_row(case, launch, archs) for case, launch in instances(cases)]
+    kernel_rows = [kernel_row(case, launch, archs) for case, launch in kernels(cases)]
     counted = profiles(TRAFFIC)
     shape_rows = [shape_row(case, counted) for case in TIMED]
     if args.markdown:
-        write_readme(readme_text(instance_rows, shape_rows))
-    print(instance_table(instance_rows))
+        write_readme(readme_text(kernel_rows, shape_rows))
+    print(kernel_table(kernel_rows))
     print("Roofline -> predicted microseconds, and what limits them; no GPU has run these kernels.")
     print(shape_table(shape_rows))
-    print(json.dumps({"sources": fingerprint(REPORTED), "instances": instance_rows, "shapes": shape_rows}))
+    print(json.dumps({"sources": fingerprint(REPORTED), "kernels": kernel_rows, "shapes": shape_rows}))
 
 
 if __name__ == "__main__":

@@ -1,5 +1,6 @@
-"""The tables of kernel_report as Markdown, and their place in kernels/README.md."""
+"""The tables of kernel_report in kernels/README.md: how they are written, and how they are read again."""
 
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -18,7 +19,7 @@ def markdown(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     return "\n".join(f"| {line} |" for line in lines) + "\n"
 
 
-def instance_table(rows: Sequence[Mapping[str, Any]]) -> str:
+def kernel_table(rows: Sequence[Mapping[str, Any]]) -> str:
     """Return the table of resources."""
     archs = list(rows[0]["registers"])
     names = ", ".join(archs)
@@ -41,7 +42,7 @@ def instance_table(rows: Sequence[Mapping[str, Any]]) -> str:
 
 
 def shape_table(rows: Sequence[Mapping[str, Any]]) -> str:
-    """Return the table of roofline and predicted times, which gpu_check reads."""
+    """Return the table of roofline and predicted times, which `predictions` reads."""
     columns = ["case", "MB", "once", "GFLOP", *(f"{gpu.name} us" for gpu in GPUS)]
     return markdown(
         columns,
@@ -70,3 +71,17 @@ def write_readme(text: str) -> None:
 def read_readme() -> str:
     """Return the tables in kernels/README.md."""
     return README.read_text(encoding="utf-8").split(BEGIN)[1].split(END)[0]
+
+
+def predictions(gpu: str) -> dict[str, float]:
+    """Return the predicted seconds of cases on a GPU, named as its driver does; {} where it has no column."""
+    found: dict[str, float] = {}
+    column = -1
+    for line in read_readme().split("\n"):
+        cells = [cell.strip() for cell in line.split("|")]
+        if "case" in cells:
+            names = [cell.removesuffix(" us") for cell in cells]
+            column = next((i for i, name in enumerate(names) if name and name in re.split(r"\W+", gpu)), -1)
+        elif column >= 0 and column < len(cells) and "->" in cells[column]:
+            found[cells[1]] = float(cells[column].split("->")[1].split()[0]) / 1e6
+    return found

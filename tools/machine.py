@@ -11,8 +11,9 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from cupaged.kernels.launch import Array, Device
-from tools.kernel_cases.case import Attention, Case, HostArrays, Maker, RecordingDevice
+from cupaged.kernels.launch import Array, Device, ceil_div
+from tools.kernel_cases.case import Attention, Case, HostArrays, Maker
+from tools.kernel_cases.launches import RecordingDevice
 
 NUM_LAUNCHES = 300  # whose host time is taken
 
@@ -74,7 +75,7 @@ def time_case(machine: Machine, case: Case) -> Times:
     """Return the time of a case, over so many sets of arrays that no call finds its own in L2."""
     sets = [case.make(machine.maker)]
     num_bytes = sum(array.nbytes for array in sets[0].values())
-    num_sets = max(2, -(-3 * machine.l2_bytes // num_bytes))
+    num_sets = max(2, ceil_div(3 * machine.l2_bytes, num_bytes))
     sets += [case.make(machine.maker) for _ in range(num_sets - 1)]
     device = machine.device(case.sources)
     return machine.time(lambda i: case.launch(device, sets[i % num_sets]), case.sources, num_sets)

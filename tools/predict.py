@@ -20,6 +20,7 @@ scale with the sheet's FLOPs and bytes. Blocks count as equally long.
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from cupaged.kernels.launch import ceil_div
 from tools.gpu_specs import Gpu, blocks_per_sm
 
 LAUNCH = 1.5e-6  # s from one kernel's end to the next one's start in a graph; assumed
@@ -78,7 +79,7 @@ def predict(work: Work, gpu: Gpu) -> Prediction:
 def _wave(work: Work, gpu: Gpu, blocks: int) -> Prediction:
     """Return the time of `blocks` blocks that run together."""
     part = blocks / work.blocks
-    fullest = -(-blocks // gpu.num_sms) / work.blocks  # the share of all work on the SM with most blocks
+    fullest = ceil_div(blocks, gpu.num_sms) / work.blocks  # the share of all work on the SM with most blocks
     under_way = blocks * max(work.copy_bytes, LOADS_UNDER_WAY * work.threads)
     rereads_hit = part * work.unique_bytes <= gpu.l2_bytes / 2
     hbm_bytes = work.unique_bytes if rereads_hit else work.num_bytes

@@ -5,7 +5,6 @@ The instances are those that the cases launch. Cubins are kept in the user's cac
 
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import NamedTuple
 
 import pytest
 
@@ -15,32 +14,12 @@ from cupaged.kernels.nvrtc import CudaUnavailable, nvrtc
 from tools.data_sheet import read
 from tools.gpu_specs import ARCHITECTURES, RESERVED_SHARED
 from tools.kernel_cases import GOLDENS, INSTANCES, PROBES, TIMED, TRAFFIC
-from tools.kernel_cases.case import Case, Launch, record
+from tools.kernel_cases.case import Case
+from tools.kernel_cases.launches import Instance, Launch, instances, sheet_value
 
 MAX_INSTANCES = 60  # of an architecture
 NUM_THREADS = 2
 HEAD_DIMS = {64, 80, 96, 128, 192, 256}
-
-
-class Instance(NamedTuple):
-    """One .cu file with one set of constants, and the launches that ask for it."""
-
-    path: Path
-    constants: tuple[tuple[str, int | str], ...]
-    launches: list[tuple[Case, Launch]]
-
-    def __str__(self) -> str:
-        return "-".join([self.path.stem, *(f"{name}={value}" for name, value in self.constants)])
-
-
-def instances(cases: list[Case]) -> list[Instance]:
-    """Return what the cases need, each once."""
-    found: dict[tuple[Path, tuple[tuple[str, int | str], ...]], Instance] = {}
-    for case in cases:
-        for launch in record(case):
-            key = (case.sources / f"{launch.file}.cu", tuple(sorted(launch.constants.items())))
-            found.setdefault(key, Instance(*key, [])).launches.append((case, launch))
-    return [found[key] for key in sorted(found, key=repr)]
 
 
 ALL = instances([*PROBES, *GOLDENS, *TRAFFIC, *TIMED, *INSTANCES])
@@ -56,10 +35,8 @@ def complaints(compiled: Compiled, case: Case, launch: Launch, arch: str) -> lis
     limit = ARCHITECTURES[arch].shared_bytes - RESERVED_SHARED
     if shared_bytes > limit:
         found.append(f"a block has {shared_bytes} bytes of shared memory, {arch} gives {limit}")
-    sheet = read(launch.file, case.sources).get(launch.kernel)
-    if sheet:
-        variables = {**case.variables, **launch.constants}
-        registers, shared = (sheet.evaluate(field, variables) for field in ("registers", "shared"))
+    if launch.kernel in read(launch.file, case.sources):  # all but the probes have a data sheet
+        registers, shared = (sheet_value(case, launch, name) for name in ("registers", "shared"))
         if kernel.registers > registers:
             found.append(f"{kernel.registers} registers, its data sheet allows {registers}")
         if shared_bytes != shared:

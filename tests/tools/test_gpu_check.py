@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from tools.gpu_check import supervise
-from tools.gpu_report import goals, predictions, summary, tables, unique_bytes
+from tools.gpu_report import goals, summary, tables, unique_bytes
 from tools.gpu_worker import cases_by_task, tasks
 from tools.kernel_cases import TIMED
 
@@ -198,14 +198,3 @@ def test_goal_is_met_if_its_worst_shape_meets_it(shares: list[float | None], sta
 
     assert decode["status"] == status
     assert prefill["status"] == "not measured"
-
-
-def test_predictions_are_those_of_the_readme() -> None:
-    found = predictions("NVIDIA H200")
-
-    assert found.keys() == {case.name for case in TIMED}
-    assert all(0 < seconds < 1 for seconds in found.values())
-    for other in ("NVIDIA H100 80GB HBM3", "NVIDIA A100-SXM4-80GB"):
-        assert predictions(other).keys() == found.keys()
-        assert predictions(other) != found
-    assert predictions("GeForce") == {}

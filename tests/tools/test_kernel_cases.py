@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 from tools.kernel_cases import GOLDENS, INSTANCES, PROBES, TIMED, TRAFFIC
-from tools.kernel_cases.case import Case, HostArrays, ShapeArrays, record
+from tools.kernel_cases.case import Case, HostArrays, ShapeArrays
+from tools.kernel_cases.launches import record
 
 ALL = [*PROBES, *GOLDENS, *TRAFFIC, *TIMED, *INSTANCES]
 

@@ -3,18 +3,19 @@ from dataclasses import replace
 from pathlib import Path
 
 from cupaged.kernels.launch import SOURCES
+from tools.kernel_cases import TIMED
 from tools.kernel_cases.rms_norm import rms_norm
 from tools.kernel_report import (
     COMMAND,
     REPORTED,
     Profile,
     fingerprint,
-    instance_row,
-    instances,
+    kernel_row,
+    kernels,
     key_of,
     shape_row,
 )
-from tools.kernel_tables import instance_table, markdown, read_readme, shape_table
+from tools.kernel_tables import kernel_table, markdown, predictions, read_readme, shape_table
 
 CASE = rms_norm("bf16", 1000, 4096)
 
@@ -36,21 +37,21 @@ def test_a_change_of_source_or_shape_changes_the_fingerprint(tmp_path: Path) -> 
     assert same != fingerprint([CASE], tmp_path)
 
 
-def test_an_instance_is_listed_once_with_its_resources() -> None:
-    [(case, launch)] = instances([CASE, rms_norm("bf16", 7, 4096), replace(CASE, name="again")])
+def test_a_kernel_is_listed_once_with_its_resources() -> None:
+    [(case, launch)] = kernels([CASE, rms_norm("bf16", 7, 4096), replace(CASE, name="again")])
 
-    row = instance_row(case, launch, ["sm_80", "sm_90"])
+    row = kernel_row(case, launch, ["sm_80", "sm_90"])
 
     assert row["kernel"] == "rms_norm"
     assert row["constants"]["ELEMENT"] == "bf16"
     assert row["spill_bytes"] == 0
     assert list(row["registers"]) == ["sm_80", "sm_90"]
     assert all(0 < share <= 1 for share in row["occupancy"].values())
-    assert "ELEMENT=bf16" in instance_table([row])
+    assert "ELEMENT=bf16" in kernel_table([row])
 
 
 def test_a_shape_has_its_sheet_s_bytes_and_times_above_the_roofline() -> None:
-    [(_, launch)] = instances([CASE])
+    [(_, launch)] = kernels([CASE])
 
     row = shape_row(CASE, {key_of(launch): Profile(mma_flops=0.0, wavefronts=0.01, copy_bytes=0)})
 
@@ -65,3 +66,14 @@ def test_tables_are_aligned() -> None:
     text = markdown(("a", "long name"), [("12345", "x")])
 
     assert text == "| a     | long name |\n| ---   | ---       |\n| 12345 | x         |\n"
+
+
+def test_predictions_are_those_of_the_readme() -> None:
+    found = predictions("NVIDIA H200")
+
+    assert found.keys() == {case.name for case in TIMED}
+    assert all(0 < seconds < 1 for seconds in found.values())
+    for other in ("NVIDIA H100 80GB HBM3", "NVIDIA A100-SXM4-80GB"):
+        assert predictions(other).keys() == found.keys()
+        assert predictions(other) != found
+    assert predictions("GeForce") == {}

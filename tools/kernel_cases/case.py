@@ -1,12 +1,12 @@
-"""What a kernel case is, how its arrays are made on any device, and a device that only notes launches.
+"""What a kernel case is, and how its arrays are made, on any device.
 
-A case names one call of a launch function: on small arrays to compare what comes out (goldens), on large ones
-to time it, or on arrays without memory to learn which kernels it asks for and how it launches them.
+A case names one call of a launch function: on small arrays to compare what comes out (goldens.py), on large
+ones to time it (gpu_check), on arrays without memory to learn what it launches (launches.py).
 """
 
 import zlib
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
@@ -14,7 +14,7 @@ import ml_dtypes
 import numpy as np
 from numpy.typing import NDArray
 
-from cupaged.kernels.launch import SOURCES, Array, Constant, Device, Grid
+from cupaged.kernels.launch import SOURCES, Array, Device
 
 Arrays = Mapping[str, Array]  # of a case, by name
 Shape = tuple[int, ...]
@@ -29,14 +29,14 @@ class Tolerance(NamedTuple):
 
 
 EXACT = Tolerance(0.0, 0.0)
-# One unit in the last place of T: what float32 results that differ in their last bits can be rounded to.
+# float32 results that differ in their last bits may round to neighbours: one unit in the last place of T.
 ROUNDED = {
     "bf16": Tolerance(2**-7, 2**-20),
     "f16": Tolerance(2**-10, 2**-20),
     "float": Tolerance(2**-18, 2**-20),
 }
 
-# Of attention: rarely a weight is rounded to T the other way, too, of which an output is a mean.
+# Attention rounds its weights to T as well, so now and then a weight, too, is rounded the other way.
 ATTENTION = {"bf16": Tolerance(2**-7, 2**-9), "f16": Tolerance(2**-10, 2**-12)}
 
 
@@ -145,37 +145,3 @@ class ShapeArrays:
 
     def cache(self, shape: Shape, dtype: Any, used: NDArray[np.bool_]) -> Array:  # noqa: ARG002
         return self.unwritten(shape, dtype)
-
-
-class Launch(NamedTuple):
-    """One launch, as a launch function asked for it."""
-
-    file: str
-    kernel: str
-    constants: Mapping[str, Constant]  # -D
-    grid: Grid
-    block: int
-    args: tuple[Any, ...]
-    shared_bytes: int  # dynamic
-
-
-@dataclass
-class RecordingDevice:
-    """launch.Device that runs nothing and notes every launch."""
-
-    launches: list[Launch] = field(default_factory=list)
-
-    def kernel(self, file: str, name: str, **constants: Constant) -> Callable[..., None]:
-        """Return what notes a launch of this kernel."""
-
-        def note(grid: Grid, block: int, args: tuple[Any, ...], shared_bytes: int = 0) -> None:
-            self.launches.append(Launch(file, name, constants, grid, block, args, shared_bytes))
-
-        return note
-
-
-def record(case: Case) -> list[Launch]:
-    """Return the launches of a case; nothing is allocated or run."""
-    device = RecordingDevice()
-    case.launch(device, case.make(ShapeArrays()))
-    return device.launches
