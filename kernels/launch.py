@@ -22,7 +22,10 @@ class Kernel(Protocol):
     """One compiled kernel."""
 
     def __call__(self, grid: Grid, block: int, args: tuple[Any, ...], shared_bytes: int = 0) -> None:
-        """Launch: args are arrays (None = no pointer) and Python numbers, one for each parameter."""
+        """Launch: args are arrays (None = no pointer) and Python numbers, one for each parameter.
+
+        A grid of no blocks launches nothing: CUDA refuses one, and a step may have no rows.
+        """
 
 
 class Device(Protocol):

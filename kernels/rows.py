@@ -23,11 +23,10 @@ def gather_rows_cpu(x: Any, index: Any, out: Any) -> None:
 def gather_rows_cuda(device: Device, x: Array, index: Array, out: Array) -> None:
     """Set out[i] to x[index[i]]; at index -1, padding, it stays as it is. x [num, size], index int32[n]."""
     num_rows, num_units = len(index), row_units(x, "hidden_size")
-    if num_rows:
-        assert out.strides[0] == 16 * num_units, "out is not contiguous"
-        kernel = device.kernel("rows", "gather_rows", THREADS=THREADS)
-        grid = (ceil_div(num_rows * num_units, THREADS), 1, 1)
-        kernel(grid, THREADS, (out, x, index, num_rows, num_units, x.strides[0] // 16))
+    assert out.strides[0] == 16 * num_units, "out is not contiguous"
+    kernel = device.kernel("rows", "gather_rows", THREADS=THREADS)
+    grid = (ceil_div(num_rows * num_units, THREADS), 1, 1)
+    kernel(grid, THREADS, (out, x, index, num_rows, num_units, x.strides[0] // 16))
 
 
 @njit(signatures=["void(i4[:,::1],i4[::1],i4[::1],i4[::1],i4[::1],i4[::1])"])

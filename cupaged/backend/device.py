@@ -37,6 +37,8 @@ class CudaKernel:
 
     def __call__(self, grid: Grid, block: int, args: tuple[Any, ...], shared_bytes: int = 0) -> None:
         """Launch on the device's stream; see launch.Kernel."""
+        if 0 in grid:
+            return
         if shared_bytes > self._shared_bytes:  # a block gets more than 48 KiB only if the kernel may have it
             self._function.max_dynamic_shared_size_bytes = shared_bytes
             self._shared_bytes = shared_bytes

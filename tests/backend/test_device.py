@@ -120,6 +120,15 @@ def test_arguments_reach_the_driver_as_the_kernel_declares_them(device: CudaDevi
     assert gpu.launches[1][-2] == [1, 1, None, 0.0, 0, 0]
 
 
+def test_grid_of_no_blocks_launches_nothing(device: CudaDevice, gpu: Gpu) -> None:
+    kernel = device.kernel("two", "two")
+
+    for grid in ((0, 1, 1), (1, 0, 1)):
+        kernel(grid, 32, ())
+
+    assert gpu.launches == []
+
+
 def test_wrong_number_or_kind_of_arguments_is_an_error(device: CudaDevice, gpu: Gpu) -> None:
     kernel = device.kernel("two", "one")
 

@@ -39,6 +39,8 @@ class EmulatedKernel:
         """Run the kernel over the grid; EmulatorError says what is wrong with it or with the launch."""
         self._check(grid, block, shared_bytes)
         packed, arrays = pack(self._type, self._parameters, args)
+        if 0 in grid:
+            return
         device = self.device
         request = LaunchRequest(
             kernel=ctypes.pointer(self._type),
@@ -58,8 +60,8 @@ class EmulatedKernel:
             device.on_launch(self)
 
     def _check(self, grid: Grid, block: int, shared_bytes: int) -> None:
-        if len(grid) != 3 or not all(1 <= n <= limit for n, limit in zip(grid, MAX_GRID, strict=True)):
-            raise EmulatorError(f"{self.name}: grid {grid}, but from 1 to {MAX_GRID} blocks are possible")
+        if len(grid) != 3 or not all(0 <= n <= limit for n, limit in zip(grid, MAX_GRID, strict=True)):
+            raise EmulatorError(f"{self.name}: grid {grid}, but up to {MAX_GRID} blocks are possible")
         if block > MAX_THREADS:
             raise EmulatorError(f"{self.name}: {block} threads a block, at most {MAX_THREADS} are possible")
         if block != self._type.threads:

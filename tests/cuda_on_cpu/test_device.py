@@ -83,11 +83,22 @@ def test_integers_are_no_floats() -> None:
     assert "argument 'x' is of int32, but the kernel's elements are floats" in message
 
 
-@pytest.mark.parametrize("grid", [(0, 1, 1), (1, 0, 1), (1, 1, 65536), (2**31, 1, 1), (1, 1)])
+@pytest.mark.parametrize("grid", [(-1, 1, 1), (1, 1, 65536), (2**31, 1, 1), (1, 1)])
 def test_grid_that_a_gpu_has_not_is_refused(grid: Any) -> None:
     kernel = device("fast").kernel("launches", "last_block")
 
     assert "grid (" in complaint(kernel, grid, 32, (zeros(1),))
+
+
+@pytest.mark.parametrize("grid", [(0, 1, 1), (1, 0, 1), (0, 0, 0)])
+def test_grid_of_no_blocks_launches_nothing(grid: Any) -> None:
+    kernel = device("fast").kernel("launches", "last_block")
+    out = zeros(1)
+
+    kernel(grid, 32, (out,))
+
+    assert out.tolist() == [0]
+    assert "0 arguments" in complaint(kernel, grid, 32, ())
 
 
 @pytest.mark.parametrize(

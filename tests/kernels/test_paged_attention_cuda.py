@@ -8,7 +8,7 @@ import pytest
 from cupaged.kernels.paged_attention import paged_attention_cuda
 from cupaged.kernels.paged_decode import num_splits, paged_decode_workspace
 from tests.cuda_on_cpu.device import EmulatedDevice
-from tests.kernels.paging_cuda import DTYPES, Array, Chunk, CudaCase
+from tests.kernels.paging_cuda import DTYPES, Array, Chunk, CudaCase, Step
 
 LENS = (97, 700, 1, 60, 333, 17)
 DECODES: list[Chunk] = [(0, 96, 97), (1, 699, 700), (2, 0, 1)]
@@ -16,10 +16,13 @@ CHUNKS: list[Chunk] = [(3, 0, 60), (4, 300, 333), (5, 15, 17)]
 
 
 def launch(device: EmulatedDevice, case: CudaCase, decodes: list[Chunk], chunks: list[Chunk]) -> Array:
-    step = case.step(*decodes, *chunks)
-    decode_lens = step.seq_lens[: len(decodes)]
+    return attend(device, case, case.step(*decodes, *chunks), len(decodes))
+
+
+def attend(device: EmulatedDevice, case: CudaCase, step: Step, num_decodes: int) -> Array:
+    decode_lens = step.seq_lens[:num_decodes]
     max_splits = num_splits(decode_lens, case.sliding_window)
-    num_floats = paged_decode_workspace(max_splits, len(decodes), case.num_heads, case.head_dim)
+    num_floats = paged_decode_workspace(max_splits, num_decodes, case.num_heads, case.head_dim)
     paged_attention_cuda(
         device,
         step.q,
@@ -33,7 +36,7 @@ def launch(device: EmulatedDevice, case: CudaCase, decodes: list[Chunk], chunks:
         softcap=step.softcap,
         sinks=step.sinks,
         out=step.out,
-        num_decodes=len(decodes),
+        num_decodes=num_decodes,
         workspace=np.full(num_floats, np.nan, np.float32),
         max_splits=max_splits,
         max_seq_len=int(decode_lens.max(initial=0)),
@@ -58,6 +61,17 @@ def test_step_of_one_kind_equals_dense_attention(device: EmulatedDevice) -> None
 
     case.assert_close(launch(device, case, DECODES, []), *DECODES)
     case.assert_close(launch(device, case, [], CHUNKS), *CHUNKS)
+
+
+def test_decodes_that_are_all_padding_write_nothing(device: EmulatedDevice) -> None:
+    case = CudaCase((1, 40), 6, 2, 64)
+    step = case.step((0, 0, 1), (1, 10, 40))
+    step.seq_lens[0] = 0
+
+    out = attend(device, case, step, num_decodes=1)
+
+    assert np.isnan(out[0].astype(np.float32)).all()
+    case.assert_close(out[1:], (1, 10, 40))
 
 
 def test_bits_do_not_depend_on_the_other_kind(device: EmulatedDevice) -> None:
