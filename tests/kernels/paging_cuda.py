@@ -5,20 +5,17 @@ around the queries, and outputs are NaN; tables are -1 past the end and before t
 """
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, NamedTuple
 
-import ml_dtypes
 import numpy as np
-from numpy.typing import NDArray
 
+from tests.kernels.elements import BF16, F16, ROUNDING, Array, sparse
 from tests.kernels.paging import LAYER, PagedCase
 
-Array = NDArray[Any]
 Chunk = tuple[int, int, int]  # sequence, first position, position after the last
 
-BF16, F16 = np.dtype(ml_dtypes.bfloat16), np.dtype(np.float16)
-DTYPES = [BF16, F16]
-ROUNDING = {BF16: 2.0**-8, F16: 2.0**-11}  # of a number to T, relative to it
+DTYPES = [BF16, F16]  # that there are attention kernels for
 
 
 class Step(NamedTuple):
@@ -35,8 +32,18 @@ class Step(NamedTuple):
     softcap: float
     sinks: Array | None  # float32[num_heads]
     out: Array  # T[num_tokens, num_heads * head_dim], NaN
-    max_query_len: int
     max_seq_len: int
+
+    @property
+    def places(self) -> tuple[Array, Array, int, Array]:
+        """The positional arguments of every launch of attention."""
+        return self.q, self.pool, self.layer, self.block_tables
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """The keyword arguments that every launch of attention takes."""
+        names = ("seq_lens", "scale", "sliding_window", "softcap", "sinks", "out")
+        return {name: getattr(self, name) for name in names}
 
 
 @dataclass
@@ -75,9 +82,17 @@ class CudaCase(PagedCase):
             softcap=self.softcap,
             sinks=self.sinks if len(self.sinks) else None,
             out=np.full((num_tokens, self.num_heads * self.head_dim), np.nan, self.dtype),
-            max_query_len=max(stop - start for _, start, stop in chunks),
             max_seq_len=int(lens.max()),
         )
+
+    def move_apart(self, folder: Path) -> None:
+        """Move the blocks of cuda_pool so far apart that the last one lies beyond 2^31 elements."""
+        near = self.cuda_pool
+        stride = (2**31 // int(self.tables.max()) // 16 + 1) * 16  # elements from block to block
+        memory = sparse(folder, ((len(near) - 1) * stride + near[0].size,), self.dtype)
+        strides = (stride * near.itemsize, *near.strides[1:])
+        self.cuda_pool = np.lib.stride_tricks.as_strided(memory, near.shape, strides)
+        self.cuda_pool[...] = near
 
     def assert_close(self, out: Array, *chunks: Chunk) -> None:
         """Hold out T[num_tokens, num_heads * head_dim] of a step to dense float64; rows behind must be NaN.

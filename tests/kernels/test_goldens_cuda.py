@@ -3,10 +3,12 @@
 import numpy as np
 import pytest
 
+from cupaged.kernels.launch import SOURCES, parameters
 from tests.cuda_on_cpu.device import EmulatedDevice
 from tools.kernel_cases import GOLDENS, PROBES
 from tools.kernel_cases.case import Case, Tolerance
 from tools.kernel_cases.goldens import GOLDENS_DIR, checksum, difference, load, run
+from tools.kernel_cases.launches import record
 
 CASES = [*PROBES, *GOLDENS]
 MAX_BYTES = 1_500_000  # of all goldens, which are committed
@@ -32,6 +34,13 @@ def test_goldens_are_those_of_the_cases_and_small() -> None:
 
     assert sorted(path.stem for path in files) == sorted(case.name for case in CASES)
     assert sum(path.stat().st_size for path in files) < MAX_BYTES
+
+
+def test_every_kernel_has_a_golden() -> None:
+    kept = {(launch.file, launch.kernel) for case in GOLDENS for launch in record(case)}
+    sources = {path.stem: parameters(path.read_text(encoding="utf-8")) for path in SOURCES.glob("*.cu")}
+
+    assert {(file, kernel) for file in sources for kernel in sources[file]} == kept
 
 
 def test_golden_of_other_inputs_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,7 +8,8 @@ import pytest
 from cupaged.kernels.paged_attention import paged_attention_cuda
 from cupaged.kernels.paged_decode import num_splits, paged_decode_workspace
 from tests.cuda_on_cpu.device import EmulatedDevice
-from tests.kernels.paging_cuda import DTYPES, Array, Chunk, CudaCase, Step
+from tests.kernels.elements import Array
+from tests.kernels.paging_cuda import DTYPES, Chunk, CudaCase, Step
 
 LENS = (97, 700, 1, 60, 333, 17)
 DECODES: list[Chunk] = [(0, 96, 97), (1, 699, 700), (2, 0, 1)]
@@ -25,17 +26,9 @@ def attend(device: EmulatedDevice, case: CudaCase, step: Step, num_decodes: int)
     num_floats = paged_decode_workspace(max_splits, num_decodes, case.num_heads, case.head_dim)
     paged_attention_cuda(
         device,
-        step.q,
-        step.pool,
-        step.layer,
-        step.block_tables,
+        *step.places,
         query_start=step.query_start,
-        seq_lens=step.seq_lens,
-        scale=step.scale,
-        sliding_window=step.sliding_window,
-        softcap=step.softcap,
-        sinks=step.sinks,
-        out=step.out,
+        **step.options,
         num_decodes=num_decodes,
         workspace=np.full(num_floats, np.nan, np.float32),
         max_splits=max_splits,

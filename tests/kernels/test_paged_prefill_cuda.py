@@ -3,6 +3,7 @@
 Tolerances are CudaCase's, which follow from where the kernel rounds: see assert_close.
 """
 
+from pathlib import Path
 from typing import Any
 
 import ml_dtypes
@@ -11,7 +12,8 @@ import pytest
 
 from cupaged.kernels.paged_prefill import MAX_SLOTS, paged_prefill_cuda
 from tests.cuda_on_cpu.device import EmulatedDevice
-from tests.kernels.paging_cuda import BF16, DTYPES, F16, Array, Chunk, CudaCase, Step
+from tests.kernels.elements import BF16, F16, Array
+from tests.kernels.paging_cuda import DTYPES, Chunk, CudaCase, Step
 from tests.kernels.schedules import identical_under_all_schedules
 
 LENS = (1, 15, 16, 17, 63, 64, 65, 97)
@@ -27,18 +29,10 @@ def whole(lens: tuple[int, ...]) -> list[Chunk]:
 def launch(device: EmulatedDevice, step: Step, first_seq: int = 0) -> Array:
     paged_prefill_cuda(
         device,
-        step.q,
-        step.pool,
-        step.layer,
-        step.block_tables,
+        *step.places,
         query_start=step.query_start,
-        seq_lens=step.seq_lens,
         first_seq=first_seq,
-        scale=step.scale,
-        sliding_window=step.sliding_window,
-        softcap=step.softcap,
-        sinks=step.sinks,
-        out=step.out,
+        **step.options,
     )
     return step.out
 
@@ -186,14 +180,10 @@ def test_bits_are_the_same_for_every_block_size_and_placement(device: EmulatedDe
     assert len(outs) == 1
 
 
-def test_blocks_beyond_2_31_elements_are_found() -> None:
+def test_blocks_beyond_2_31_elements_are_found(tmp_path: Path) -> None:
     case = CudaCase((97,), 2, 1, 64)
-    near = case.cuda_pool
     expected = launch(EmulatedDevice("fast"), case.step((0, 30, 97))).tobytes()
-    stride = (2**31 // int(case.tables.max()) // 16 + 1) * 16  # elements a block; untouched mostly
-    memory = np.zeros((len(near) - 1) * stride + near[0].size, np.uint16).view(BF16)
-    case.cuda_pool = np.lib.stride_tricks.as_strided(memory, near.shape, (2 * stride, *near.strides[1:]))
-    case.cuda_pool[...] = near
+    case.move_apart(tmp_path)
 
     out = launch(EmulatedDevice("fast"), case.step((0, 30, 97)))
 
