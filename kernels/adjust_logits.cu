@@ -17,7 +17,7 @@
 // ids cost 4 bytes for each block of their row, then 128 for a bias and 32 for a ban, which `bytes` leaves out.
 //
 // kernel adjust_logits
-//   grid       ceil_div(vocab_size, CHUNK), num_rows, block THREADS
+//   grid       ceil_div(vocab_size, CHUNK) by num_rows, block THREADS
 //   bytes      4 * vocab_size * (2 * num_rows + num_penalised) + 10 * THREADS * ceil_div(vocab_size, CHUNK) * num_rows
 //   unique     4 * vocab_size * (2 * num_rows + num_penalised)
 //   flops      4 * vocab_size * num_penalised
@@ -25,7 +25,7 @@
 //   shared     0
 //
 // kernel count_history
-//   grid       ceil_div(vocab_size, CHUNK), num_seqs, block THREADS
+//   grid       ceil_div(vocab_size, CHUNK) by num_seqs, block THREADS
 //   bytes      4 * vocab_size * len(histories)
 //              + ceil_div(vocab_size, CHUNK) * (4 * sum(histories) + 5 * THREADS * num_seqs)
 //   unique     4 * vocab_size * len(histories) + 4 * sum(histories)

@@ -17,13 +17,13 @@
 // Elements from row to row in shared memory: an odd number of 16-byte units, so that the same unit of eight rows lies
 // in eight groups of banks, and ldmatrix has no bank conflict.
 constexpr int ROW_STRIDE = HEAD_DIM + 8;
-constexpr float LOG2_E = 1.4426950408889634f;
 
-// Call f(lane_row, lane_unit, row, unit) for each 16-byte unit (lane_row + row, lane_unit + unit) of NUM_ROWS rows
-// [HEAD_DIM] that is this lane's of a warp's; row and unit are constants once unrolled. Eight lanes in a row move whole
-// sectors of 32 bytes in global memory, and meet eight groups of banks in shared memory [NUM_ROWS][ROW_STRIDE]. What of
-// a row makes no eight units (head_dim 80 and 96) is taken from 8 / TAIL rows at a time that lie TAIL rows apart: as
-// ROW_STRIDE is an odd number of units, their first ones lie TAIL groups apart.
+// The lanes of a warp share NUM_ROWS rows [HEAD_DIM] by 16-byte units. Call f(lane_row, lane_unit, row, unit) for each
+// unit of this lane: unit lane_unit + unit of row lane_row + row, of which row and unit are constants once unrolled.
+// Eight lanes have eight units of a row at a time: whole sectors of 32 bytes in global memory, and eight different
+// groups of banks in shared memory [NUM_ROWS][ROW_STRIDE]. A row of head_dim 80 or 96 ends with TAIL units, fewer than
+// eight. Then eight lanes have the ends of 8 / TAIL rows that lie TAIL rows apart: as ROW_STRIDE is an odd number of
+// units, these ends lie TAIL groups of banks apart.
 template <int NUM_ROWS, class F>
 DEVICE void each_unit(F f) {
   constexpr int UNITS = HEAD_DIM / 8, TAIL = UNITS % 8;

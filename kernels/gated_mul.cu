@@ -2,7 +2,7 @@
 //   gate_up     T[num_rows, 2 * size], gate then up, rows gate_up_stride elements apart; size is whole 16-byte units
 //   out         T[num_rows, size], computed in float and rounded once
 //   -D          ELEMENT, THREADS
-// A thread has one unit of 16 bytes of out. A gate of any size is safe: exponents are at most 0.
+// A thread has one 16-byte unit of out. No gate overflows: the exponentials are taken of numbers up to 0.
 //
 // kernel silu_mul
 //   grid       num_rows by ceil_div(size * sizeof_T, 16 * THREADS), block THREADS
@@ -24,7 +24,6 @@
 #endif
 
 constexpr int UNIT = PER_16_BYTES<T>;  // elements
-constexpr float LOG2_E = 1.4426950408889634f;
 
 DEVICE float sigmoid(float x) {
   const float e = exp2_approx(-LOG2_E * fabsf(x));

@@ -17,7 +17,7 @@ typedef unsigned long long uint64_t;
 #endif
 
 #define DEVICE __device__ __forceinline__
-// KERNEL(THREADS) name(...): a kernel by its plain name, compiled for blocks of THREADS. compile.py reads its parameters.
+// KERNEL(THREADS) name(...): a kernel by its plain name, compiled for blocks of THREADS; launch.py reads its text.
 #define KERNEL(...) extern "C" __global__ void __launch_bounds__(__VA_ARGS__)
 
 #if !defined(CUDA_ON_CPU)
@@ -27,6 +27,7 @@ typedef unsigned long long uint64_t;
 
 constexpr int WARP = 32;                     // threads
 constexpr uint32_t ALL_LANES = 0xffffffffu;
+constexpr float LOG2_E = 1.4426950408889634f;
 #define MINUS_INFINITY __int_as_float(0xff800000)
 
 struct __align__(2) bf16 { uint16_t bits; };
@@ -71,7 +72,7 @@ DEVICE void copy_async(void* shared, const void* global, bool valid) {
 
 DEVICE void commit_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 
-// Wait until at most PENDING of this thread's committed groups are under way. Others see the bytes after a barrier.
+// Wait until at most PENDING of this thread's committed groups are in flight. Others see the bytes after a barrier.
 template <int PENDING>
 DEVICE void wait_copies() {
   asm volatile("cp.async.wait_group %0;" ::"n"(PENDING) : "memory");
@@ -94,25 +95,27 @@ DEVICE void load_matrices_transposed(uint32_t (&r)[4], const void* row) {
 
 // c [16, 8] += a [16, 16] b [16, 8]
 DEVICE void multiply_bf16(float (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
-  asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+  asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 "
+      "{%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
       : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
 
 DEVICE void multiply_f16(float (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
-  asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+  asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 "
+      "{%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
       : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
 #endif
 
-// ---- Elements, one by one, in pairs, and by the 16 bytes ----------------------------------------------------------------
+// ---- Elements, one by one, in pairs, and by 16 bytes ----------------------------------------------------------------
 DEVICE float to_float(float x) { return x; }
 DEVICE float to_float(bf16 x) { return __uint_as_float(static_cast<uint32_t>(x.bits) << 16); }
 DEVICE float to_float(f16 x) { return f16_to_float(x.bits); }
 
 template <class T>
-struct Element;  // how T is made of float; two of 16 bits at a time, low first, are pair()
+struct Element;  // T from float; of a 16-bit T also two at a time: a pair in one word, the first in its low half
 
 template <>
 struct Element<float> {
@@ -181,7 +184,7 @@ DEVICE uint4 pack16(const float (&f)[PER_16_BYTES<T>]) {
   return make_uint4(words[0], words[1], words[2], words[3]);
 }
 
-// ---- Reductions, in a fixed order ------------------------------------------------------------------------------------------
+// ---- Reductions, in a fixed order -----------------------------------------------------------------------------------
 DEVICE float warp_sum(float x) {
 #pragma unroll
   for (int distance = WARP / 2; distance > 0; distance /= 2) x += __shfl_xor_sync(ALL_LANES, x, distance);

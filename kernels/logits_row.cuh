@@ -35,7 +35,7 @@ DEVICE void walk(Row row, int begin, int end, int index, int width, Visit visit)
   uint4 unit = place < to ? load16(row.base + place) : make_uint4(0, 0, 0, 0);
   while (place < to) {
     const int next = place + 4 * width;
-    const uint4 ahead = next < to ? load16(row.base + next) : make_uint4(0, 0, 0, 0);  // under way meanwhile
+    const uint4 ahead = next < to ? load16(row.base + next) : make_uint4(0, 0, 0, 0);  // in flight meanwhile
     const uint32_t words[4] = {unit.x, unit.y, unit.z, unit.w};
 #pragma unroll
     for (int i = 0; i < 4; i++) visit(place + i - row.first, __uint_as_float(words[i]));

@@ -10,17 +10,17 @@
 //   q              T[num_tokens, num_heads, HEAD_DIM], q_stride elements from token to token
 //   pool           T[num_blocks, num_layers, 2, num_kv_heads, block_size, HEAD_DIM], block_stride elements from block
 //                  to block, this layer from layer_offset on
-//   block_tables   int[num_seqs, table_stride], -1 where nothing is to be read
-//   query_start    int[num_seqs + 1], where the new tokens of each sequence begin in the step
-//   seq_lens       int[num_seqs], tokens in the cache, the new ones included
-//   sinks          float[num_heads], or null
+//   block_tables   int32[num_seqs, table_stride], -1 where nothing is to be read
+//   query_start    int32[num_seqs + 1], where the new tokens of each sequence begin in the step
+//   seq_lens       int32[num_seqs], tokens in the cache, the new ones included
+//   sinks          float32[num_heads], or null
 //   first_seq      sequences before it are not looked at, nor those that have no new token (padding)
 //   block_shift    log2 of block_size
 //   window         tokens seen, the query's own included; 2^31 - 1 = all
 //   factor, tanh_factor   of scores, see attention.cuh
 //   -D             ELEMENT, HEAD_DIM, ROWS, KV_TILE
 //
-// Keys of the next tile are on their way while values are added, values of this one while keys are scored: each copy
+// Keys of the next tile are in flight while values are added, values of this one while keys are scored: each copy
 // has half a tile's time, as with two stages of half the size, but a tile's maximum, rescaling and barriers come half
 // as often. A warp has 32 rows up to head_dim 128: each ldmatrix of keys or values then feeds four mma, and shared
 // memory keeps up with the tensor cores.
@@ -31,7 +31,7 @@
 // that is 610 TFLOP/s of an H200; FlashAttention-2, built alike, attains 55 % of it: 340, or 43 % of matmul's 790.
 //
 // kernel paged_prefill
-//   grid       num_kv_heads, num_tokens * group // ROWS + num_seqs - first_seq, block 128
+//   grid       num_kv_heads by num_tokens * group // ROWS + num_seqs - first_seq, block 128
 //   unique     sum((s - max(0, s - n + 1 - window)) * 2 * num_kv_heads * HEAD_DIM * sizeof_T
 //                  for n, s in zip(query_lens, seq_lens) if n > 0)
 //              + sum(query_lens) * num_heads * HEAD_DIM * 2 * sizeof_T

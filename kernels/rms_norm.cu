@@ -1,11 +1,11 @@
-// rms_norm.cu: RMS norm of rows, alone or behind the addition to the residual stream.
+// rms_norm.cu: RMS norm of rows, with or without the addition to the residual stream before it.
 //   x           T[num_rows, hidden_size], rows x_stride elements apart; a row is whole 16-byte units, aligned
 //   weight      T[hidden_size]
 //   residual    T[num_rows, hidden_size]; residual += x in place, rounded to T, and the norm is that of the rounded sum
 //   out         T[num_rows, hidden_size] = row / sqrt(mean(row * row) + eps) * (weight_offset + weight), rounded once;
-//               no part of x or residual
+//               must not overlap x or residual
 //   -D          ELEMENT, THREADS (a multiple of 32)
-// A block has one row. Its first HELD * THREADS units stay in registers, what a longer row has beyond is read twice.
+// A block has one row. The first HELD * THREADS units of it stay in registers; the rest of a longer row is read twice.
 //
 // kernel rms_norm
 //   grid       num_rows, block THREADS
@@ -66,7 +66,7 @@ DEVICE void norm_row(T* out, const T* x, T* residual, const T* weight, int hidde
   const int num_units = hidden_size / UNIT;
   uint4 held[HELD], before[HELD], weights[HELD];  // before: the residual
 #pragma unroll
-  for (int i = 0; i < HELD; i++) {  // all loads under way before the first is waited for
+  for (int i = 0; i < HELD; i++) {  // all loads are in flight before the first is waited for
     const int unit = threadIdx.x + i * THREADS;
     held[i] = before[i] = weights[i] = make_uint4(0, 0, 0, 0);
     if (unit < num_units) {

@@ -38,7 +38,7 @@
 //   shared     0
 //
 // kernel copy_blocks
-//   grid       ceil_div(block_bytes, 16 * THREADS * BATCH) by num_pairs, block THREADS
+//   grid       num_pairs by ceil_div(block_bytes, 16 * THREADS * BATCH), block THREADS
 //   bytes      num_pairs * (block_bytes * 2 + ceil_div(block_bytes, 2048) * 64)
 //   unique     num_pairs * (block_bytes * 2 + 8)
 //   flops      0
@@ -51,7 +51,7 @@
 #endif
 
 constexpr int SAMPLES = 1, INPUT_FROM_LAST_TOKEN = 2;  // bits of a sequence's flags, as in batch.Flag
-constexpr int BATCH = 4;                               // units that a thread of copy_blocks has under way
+constexpr int BATCH = 4;                               // units that a thread of copy_blocks has in flight
 
 KERNEL(THREADS)
 gather_rows(uint4* __restrict__ out, const uint4* __restrict__ x, const int* __restrict__ index, int num_rows,
@@ -88,9 +88,9 @@ store_last_tokens(int* __restrict__ last_token, const int* __restrict__ rows, co
 KERNEL(THREADS)
 copy_blocks(uint4* __restrict__ target, const uint4* __restrict__ source, const int* __restrict__ pairs,
             int num_units) {
-  const uint4* const from = source + static_cast<int64_t>(pairs[2 * blockIdx.y]) * num_units;
-  uint4* const to = target + static_cast<int64_t>(pairs[2 * blockIdx.y + 1]) * num_units;
-  const int first = blockIdx.x * BATCH * THREADS + threadIdx.x;
+  const uint4* const from = source + static_cast<int64_t>(pairs[2 * blockIdx.x]) * num_units;
+  uint4* const to = target + static_cast<int64_t>(pairs[2 * blockIdx.x + 1]) * num_units;
+  const int first = blockIdx.y * BATCH * THREADS + threadIdx.x;
   uint4 units[BATCH];
 #pragma unroll
   for (int i = 0; i < BATCH; i++)

@@ -39,7 +39,7 @@ class Profile(NamedTuple):
 
     mma_flops: float  # for each FLOP of the sheet; 0 = it has no mma.sync
     wavefronts: float  # for each FLOP of the sheet if it has mma.sync, else for each byte
-    copy_bytes: int  # most bytes of cp.async that a block has under way
+    copy_bytes: int  # most bytes of cp.async that a block has in flight
 
 
 def key_of(launch: Launch) -> tuple[Any, ...]:

@@ -9,11 +9,11 @@ many as fit on the chip at once, the last one fewer. A wave lasts at least a rou
 slowest of these on the SM with most blocks:
   HBM     bytes counted once (all, if what a wave reads again is more than half of L2), at copy bandwidth
   L2      all bytes that warps request, at L2 bandwidth, at most 64 bytes a clock on an SM
-  latency of either: it cannot move more than the bytes under way in a latency
+  latency of either: it cannot move more than the bytes in flight in a latency
   tensor  mma.sync's FLOPs as executed, tiles and padding included, at the rate that FlashAttention-2 attains
   shared  wavefronts, bank conflicts included, one a clock
   fp32    the sheet's FLOPs at half the peak, in kernels without mma.sync
-Executed FLOPs, wavefronts and cp.async bytes under way are counted by the emulator at a smaller shape, and
+Executed FLOPs, wavefronts and cp.async bytes in flight are counted by the emulator at a smaller shape, and
 scale with the sheet's FLOPs and bytes. Blocks count as equally long.
 """
 
@@ -27,7 +27,7 @@ LAUNCH = 1.5e-6  # s from one kernel's end to the next one's start in a graph; a
 HBM_LATENCY = 0.7e-6  # s, under load; assumed
 L2_LATENCY = 0.3e-6  # s, under load; assumed
 L2_BYTES_PER_CLOCK = 64  # that an SM takes
-LOADS_UNDER_WAY = 32  # bytes of a thread without cp.async, two 16-byte loads; assumed
+LOADS_IN_FLIGHT = 32  # bytes of a thread without cp.async, two 16-byte loads; assumed
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,7 +43,7 @@ class Work:
     flops: int
     mma_flops: float = 0.0  # as executed, 0 = the kernel has none
     wavefronts: float = 0.0
-    copy_bytes: int = 0  # of cp.async under way, a block
+    copy_bytes: int = 0  # of cp.async in flight, a block
 
 
 def roofline(work: Work, gpu: Gpu) -> float:
@@ -80,7 +80,7 @@ def _wave(work: Work, gpu: Gpu, blocks: int) -> Prediction:
     """Return the time of `blocks` blocks that run together."""
     part = blocks / work.blocks
     fullest = ceil_div(blocks, gpu.num_sms) / work.blocks  # the share of all work on the SM with most blocks
-    under_way = blocks * max(work.copy_bytes, LOADS_UNDER_WAY * work.threads)
+    in_flight = blocks * max(work.copy_bytes, LOADS_IN_FLIGHT * work.threads)
     rereads_hit = part * work.unique_bytes <= gpu.l2_bytes / 2
     hbm_bytes = work.unique_bytes if rereads_hit else work.num_bytes
     mma_rate = gpu.tensor_flops * gpu.attention_share / gpu.num_sms
@@ -88,8 +88,8 @@ def _wave(work: Work, gpu: Gpu, blocks: int) -> Prediction:
     times = {
         "latency": max(
             HBM_LATENCY,
-            part * hbm_bytes * HBM_LATENCY / under_way,
-            part * work.num_bytes * L2_LATENCY / under_way,
+            part * hbm_bytes * HBM_LATENCY / in_flight,
+            part * work.num_bytes * L2_LATENCY / in_flight,
         ),
         "HBM": part * hbm_bytes / gpu.copy_bandwidth,
         "L2": max(

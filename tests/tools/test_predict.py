@@ -5,7 +5,7 @@ import pytest
 from tools.gpu_specs import A100, H100, H200, Gpu, blocks_per_sm, occupancy
 from tools.predict import LAUNCH, Work, predict, roofline
 
-# 10,000 blocks that stream a GB with plenty under way.
+# 10,000 blocks that stream a GB with plenty in flight.
 STREAM = Work(
     blocks=10_000,
     threads=256,
