@@ -74,3 +74,11 @@ def test_table_of_models_is_what_there_is() -> None:
 
     with pytest.raises(ValueError, match=f"there are {', '.join(listed)}$"):
         load_model_class("no such family")
+
+
+def test_every_tool_is_in_the_readme_of_tools() -> None:
+    tools = Path(__file__).parents[1] / "tools"
+    text = (tools / "README.md").read_text(encoding="utf-8")
+
+    names = {path.stem for path in tools.iterdir() if path.is_file()} - {"__init__", "README"}
+    assert {name for name in names if name not in text} == set()
