@@ -40,9 +40,11 @@ class Parameter(NamedTuple):
 
     name: str
     code: str  # of struct: P a pointer, i an int, q an int64_t, f a float
-    is_const: bool  # what a pointer points to is only read
+    is_const: bool = False  # what a pointer points to is only read
+    alignment: int = 1  # bytes: a pointer is a multiple of it, or the GPU faults and is lost to the process
 
 
+_UNITS = {"T", "uint4", "float4"}  # kernels read and write these by 16 bytes at a time
 _CODES = {"int": "i", "int32_t": "i", "int64_t": "q", "float": "f"}
 _KERNEL = re.compile(r"^KERNEL\([^)]*\)\s*(\w+)\s*\(([^)]*)\)", re.MULTILINE)
 
@@ -58,27 +60,52 @@ def parameters(source: str) -> Mapping[str, tuple[Parameter, ...]]:
 def _parameter(text: str) -> Parameter:
     words = text.replace("*", " * ").replace("__restrict__", " ").split()
     if "*" in words:
-        return Parameter(words[-1], "P", words[0] == "const")
+        is_const = words[0] == "const"
+        return Parameter(words[-1], "P", is_const, 16 if words[is_const] in _UNITS else 1)
     *kind, name = words
     code = _CODES.get(" ".join(kind))
     if code is None:
         raise ValueError(
             f"kernel parameter {text.strip()!r} is neither a pointer nor one of {sorted(_CODES)}"
         )
-    return Parameter(name, code, False)
+    return Parameter(name, code)
 
 
-def element_type(array: Array) -> str:
-    """Return the C++ type of an array's elements; ValueError if kernels have none for it."""
+def element_type(array: Array, *others: Array | None) -> str:
+    """Return the C++ type of the arrays' elements, one for all; ValueError if kernels have none for it."""
+    dtype = array.dtype
+    for other in others:
+        assert other is None or other.dtype == dtype, f"arrays of {dtype} and of {other.dtype}"
     try:
-        return ELEMENTS[array.dtype.name]
+        return ELEMENTS[dtype.name]
     except KeyError:
-        raise ValueError(f"dtype {array.dtype} has no kernels; use one of {sorted(ELEMENTS)}") from None
+        raise ValueError(f"dtype {dtype} has no kernels; use one of {sorted(ELEMENTS)}") from None
 
 
 def ceil_div(a: int, b: int) -> int:
     """Return a / b, rounded up."""
     return -(-a // b)
+
+
+def is_packed(x: Array, inner: int | None = None) -> bool:
+    """Return whether the last `inner` axes of x, or all, lie in one piece."""
+    expected = x.dtype.itemsize
+    for axis in range(-1, -1 - (len(x.shape) if inner is None else inner), -1):
+        if x.strides[axis] != expected and x.shape[axis] > 1:
+            return bool(x.size == 0)
+        expected *= x.shape[axis]
+    return True
+
+
+def row_stride(x: Array, inner: int = 1, unit: int = 1) -> int:
+    """Return the elements from row to row of x, whose last `inner` axes make a row and lie in one piece.
+
+    Rows lie a multiple of `unit` bytes apart.
+    """
+    stride = x.strides[-1 - inner]
+    assert is_packed(x, inner), f"a row of shape {x.shape[-inner:]} has strides {x.strides[-inner:]}"
+    assert stride % unit == 0 or x.shape[-1 - inner] <= 1, f"rows lie {stride} bytes apart"
+    return int(stride) // int(x.dtype.itemsize)
 
 
 def row_units(x: Array, name: str) -> int:
@@ -89,11 +116,4 @@ def row_units(x: Array, name: str) -> int:
             f"{name} is {x.shape[1]}, but CUDA kernels take rows by 16 bytes and so need a multiple of "
             f"{16 // itemsize} in {x.dtype}; use device='cpu' for this model"
         )
-    assert x.strides[1] == itemsize, f"{name}: elements of a row are {x.strides[1]} bytes apart"
-    assert x.strides[0] % 16 == 0, f"{name}: rows are {x.strides[0]} bytes apart"
     return int(x.shape[1]) * int(itemsize) // 16
-
-
-def row_stride(x: Array) -> int:
-    """Return the elements from row to row of x."""
-    return int(x.strides[0]) // int(x.dtype.itemsize)

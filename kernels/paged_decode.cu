@@ -146,7 +146,8 @@ struct Partials {
   int* first;       // [num_seqs], number of the sequence's first split
   int64_t max_splits;
 
-  DEVICE Partials(float* workspace, int num_heads, int max_splits) : values(workspace), max_splits(max_splits) {
+  DEVICE Partials(float4* workspace, int num_heads, int max_splits)
+      : values(reinterpret_cast<float*>(workspace)), max_splits(max_splits) {
     weights = reinterpret_cast<float2*>(values + num_heads * this->max_splits * HEAD_DIM);
     first = reinterpret_cast<int*>(weights + num_heads * this->max_splits);
   }
@@ -245,7 +246,7 @@ DEVICE Part add_warps(const float* values, const float2 (&weights)[WARPS][ROWS],
 }
 
 KERNEL(THREADS, MIN_BLOCKS)
-paged_decode(T* out, float* workspace, const T* q, const T* pool, const int* block_tables, const int* seq_lens,
+paged_decode(T* out, float4* workspace, const T* q, const T* pool, const int* block_tables, const int* seq_lens,
              const float* sinks, int64_t q_stride, int64_t block_stride, int64_t layer_offset, int table_stride,
              int num_seqs, int num_kv_heads, int max_splits, int group, int block_size, int window, float factor,
              float tanh_factor) {
@@ -302,7 +303,7 @@ paged_decode(T* out, float* workspace, const T* q, const T* pool, const int* blo
 // Merge a sequence's splits for one head: GROUPS of LANES threads add up every GROUPS-th split each, and then their
 // sums meet. `depth` splits of a group are on their way to shared memory at a time; how many changes no bit.
 KERNEL(THREADS)
-paged_decode_combine(T* out, float* workspace, const int* seq_lens, const float* sinks, int num_heads, int max_splits,
+paged_decode_combine(T* out, float4* workspace, const int* seq_lens, const float* sinks, int num_heads, int max_splits,
                      int window, int depth) {
   DYNAMIC_SHARED(shared);
   SHARED_ARRAY(float, tops, [WARPS]);

@@ -5,8 +5,8 @@ The twin is paged_attention_cpu. How many splits a step has is the host's to kno
 
 import numpy as np
 
-from cupaged.kernels.attention import ALL_TOKENS, HEAD_DIMS, score_factors
-from cupaged.kernels.launch import Array, Device, ceil_div, element_type
+from cupaged.kernels.attention import element_of, score_factors, strides_of, window_of
+from cupaged.kernels.launch import Array, Device, ceil_div
 
 # Tokens, a block's work for one KV head: 256 KiB of keys and values at head_dim 128. What it leaves to merge
 # is 1.6 % of that (group 4, written and read), and 8k tokens still make 16 blocks a KV head.
@@ -22,7 +22,7 @@ MAX_DEPTH = 20  # 16-byte copies of a thread of paged_decode_combine that are on
 
 def num_splits(seq_lens: Array, sliding_window: int) -> int:
     """Return the splits of a step's sequences, int32[num_seqs] on the host; padding has none."""
-    first = np.maximum(seq_lens - (sliding_window or ALL_TOKENS), 0) // TILE * TILE
+    first = np.maximum(seq_lens - window_of(sliding_window), 0) // TILE * TILE
     return int((-((first - seq_lens) // SPLIT)).sum())
 
 
@@ -57,13 +57,9 @@ def paged_decode_cuda(
             f"{num_heads} query heads share {num_kv_heads} KV heads, {group} each, but paged_decode takes at "
             f"most {MAX_GROUP}; use a model with fewer query heads a KV head"
         )
-    if head_dim not in HEAD_DIMS:
-        raise ValueError(f"head_dim {head_dim} has no attention kernels; use one of {list(HEAD_DIMS)}")
-    size = q.dtype.itemsize
-    if size != 2:
-        raise ValueError(f"dtype {q.dtype} has no attention kernels; use bfloat16 or float16")
-    num_seqs, slots, window = len(seq_lens), SLOTS[head_dim], sliding_window or ALL_TOKENS
-    constants = {"ELEMENT": element_type(q), "HEAD_DIM": head_dim, "SPLIT": SPLIT, "SLOTS": slots}
+    element = element_of(q, pool, out)
+    num_seqs, slots, window = len(seq_lens), SLOTS[head_dim], window_of(sliding_window)
+    constants = {"ELEMENT": element, "HEAD_DIM": head_dim, "SPLIT": SPLIT, "SLOTS": slots}
     needed = paged_decode_workspace(max_splits, num_seqs, num_heads, head_dim)
     assert workspace.size >= needed, f"workspace has {workspace.size} floats, the launch needs {needed}"
     device.kernel("paged_decode", "paged_decode", **constants)(
@@ -71,11 +67,11 @@ def paged_decode_cuda(
         THREADS,
         (
             *(out, workspace, q, pool, block_tables, seq_lens, sinks),
-            *(q.strides[0] // size, pool.strides[0] // size, layer * (pool.strides[1] // size)),
-            *(block_tables.strides[0] // 4, num_seqs, num_kv_heads, max_splits, group, block_size, window),
+            *strides_of(q, pool, layer, block_tables),
+            *(num_seqs, num_kv_heads, max_splits, group, block_size, window),
             *score_factors(scale, softcap),
         ),
-        shared_bytes=(16 + 4 * 16 * slots) * (head_dim + 8) * size,  # queries and rings, in padded rows
+        shared_bytes=(16 + 4 * 16 * slots) * (head_dim + 8) * 2,  # queries and rings, in padded rows
     )
     most = ceil_div(min(max_seq_len, window + TILE - 1), SPLIT)  # splits of a sequence
     if most > 1:

@@ -4,21 +4,19 @@ The twin is paged_attention_cpu. The grid depends on how many tokens and sequenc
 works on which rows the kernel finds out from query_start, which may be on the device only.
 """
 
-from cupaged.kernels.attention import ALL_TOKENS, HEAD_DIMS, score_factors
-from cupaged.kernels.launch import Array, Device, element_type
+from cupaged.kernels.attention import element_of, score_factors, strides_of, window_of
+from cupaged.kernels.launch import Array, Device
 
 THREADS = 128
 MAX_SLOTS = 65535  # gridDim.y
 
 
 def tile_sizes(head_dim: int) -> tuple[int, int]:
-    """Return the rows (query, head) of a block and the tokens of a KV tile; ValueError without a kernel.
+    """Return the rows (query, head) of a block and the tokens of a KV tile.
 
     Of a thread's 255 registers rows * head_dim / 128 hold the output and rows * kv_tile / 128 the scores. Two
     blocks share an SM of sm_80, 90 and 100, in its shared memory too, and any fits the 99 KiB of sm_89.
     """
-    if head_dim not in HEAD_DIMS:
-        raise ValueError(f"head_dim {head_dim} has no attention kernels; use one of {list(HEAD_DIMS)}")
     return (128 if head_dim <= 128 else 64), (64 if head_dim <= 192 else 32)
 
 
@@ -44,10 +42,10 @@ def paged_prefill_cuda(
     """
     num_tokens, num_heads, head_dim = q.shape
     num_kv_heads, block_size = pool.shape[3:5]
-    num_seqs, group, size = len(seq_lens), num_heads // num_kv_heads, q.dtype.itemsize
+    num_seqs, group = len(seq_lens), num_heads // num_kv_heads
+    element = element_of(q, pool, out)
     rows, kv_tile = tile_sizes(head_dim)
-    if size != 2:
-        raise ValueError(f"dtype {q.dtype} has no attention kernels; use bfloat16 or float16")
+    assert block_size & (block_size - 1) == 0, f"block_size {block_size} is no power of 2"
     num_slots = num_tokens * group // rows + num_seqs - first_seq
     if num_slots > MAX_SLOTS:
         raise ValueError(
@@ -56,22 +54,16 @@ def paged_prefill_cuda(
         )
     if num_seqs == first_seq:
         return
-    device.kernel(
-        "paged_prefill",
-        "paged_prefill",
-        ELEMENT=element_type(q),
-        HEAD_DIM=head_dim,
-        ROWS=rows,
-        KV_TILE=kv_tile,
-    )(
+    constants = {"ELEMENT": element, "HEAD_DIM": head_dim, "ROWS": rows, "KV_TILE": kv_tile}
+    device.kernel("paged_prefill", "paged_prefill", **constants)(
         (num_kv_heads, num_slots, 1),
         THREADS,
         (
             *(out, q, pool, block_tables, query_start, seq_lens, sinks),
-            *(q.strides[0] // size, pool.strides[0] // size, layer * (pool.strides[1] // size)),
-            *(block_tables.strides[0] // 4, first_seq, num_seqs, num_kv_heads, group),
-            *(block_size.bit_length() - 1, sliding_window or ALL_TOKENS),
+            *strides_of(q, pool, layer, block_tables),
+            *(first_seq, num_seqs, num_kv_heads, group),
+            *(block_size.bit_length() - 1, window_of(sliding_window)),
             *score_factors(scale, softcap),
         ),
-        shared_bytes=(rows + 2 * kv_tile) * (head_dim + 8) * size,  # queries, keys and values in padded rows
+        shared_bytes=(rows + 2 * kv_tile) * (head_dim + 8) * 2,  # queries, keys and values in padded rows
     )

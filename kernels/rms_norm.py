@@ -5,7 +5,7 @@ from typing import Any
 import numpy as np
 
 from cupaged.jit import njit, prange
-from cupaged.kernels.launch import Array, Device, element_type, row_stride, row_units
+from cupaged.kernels.launch import Array, Device, element_type, is_packed, row_stride, row_units
 
 MAX_THREADS = 512  # of a block, which has one row
 HELD = 2  # 16-byte units of a row that each thread keeps in registers
@@ -33,8 +33,8 @@ def rms_norm_cuda(
     device: Device, x: Array, weight: Array, eps: float, out: Array, *, weight_offset: float = 0.0
 ) -> None:
     """Set out to x / rms(x) * (weight_offset + weight), by rows. x, out T[n, hidden], weight T[hidden]."""
-    kernel, threads = _kernel(device, "rms_norm", x, out)
-    args = (out, x, weight, x.shape[1], row_stride(x), eps, weight_offset)
+    kernel, threads = _kernel(device, "rms_norm", x, weight, out)
+    args = (out, x, weight, x.shape[1], row_stride(x, unit=16), eps, weight_offset)
     kernel((x.shape[0], 1, 1), threads, args)
 
 
@@ -60,17 +60,17 @@ def add_rms_norm_cuda(
     weight_offset: float = 0.0,
 ) -> None:
     """Do residual += x, rounded to T, then set out to the norm of residual."""
-    assert residual.strides == out.strides, "residual has other strides than out"
-    kernel, threads = _kernel(device, "add_rms_norm", x, out)
-    args = (out, residual, x, weight, x.shape[1], row_stride(x), eps, weight_offset)
+    kernel, threads = _kernel(device, "add_rms_norm", x, weight, out, residual)
+    args = (out, residual, x, weight, x.shape[1], row_stride(x, unit=16), eps, weight_offset)
     kernel((x.shape[0], 1, 1), threads, args)
 
 
-def _kernel(device: Device, name: str, x: Array, out: Array) -> tuple[Any, int]:
+def _kernel(device: Device, name: str, x: Array, weight: Array, *written: Array) -> tuple[Any, int]:
     """Return the kernel for rows of x, and its threads a block: the fewest that hold a row, to a limit."""
-    assert out.strides[0] == out.shape[1] * out.dtype.itemsize, "out is not contiguous"
+    assert all(map(is_packed, written)), f"rows do not follow each other: {[a.strides for a in written]}"
+    element = element_type(x, weight, *written)
     num_units = row_units(x, "hidden_size")
     threads = 64
     while threads < MAX_THREADS and threads * HELD < num_units:
         threads *= 2
-    return device.kernel("rms_norm", name, ELEMENT=element_type(x), THREADS=threads), threads
+    return device.kernel("rms_norm", name, ELEMENT=element, THREADS=threads), threads

@@ -133,7 +133,7 @@ DEVICE T* in_cache(T* kv_cache, int slot, int head, int head_dim, int block_size
 KERNEL(THREADS)
 rope_kv_write(T* __restrict__ q, const T* __restrict__ k, const T* __restrict__ v, T* __restrict__ kv_cache,
               const int* __restrict__ positions, const int* __restrict__ slot_mapping,
-              const float* __restrict__ cos_sin, const T* __restrict__ q_norm, const T* __restrict__ k_norm,
+              const float4* __restrict__ cos_sin, const T* __restrict__ q_norm, const T* __restrict__ k_norm,
               int num_tokens, int num_heads, int num_kv_heads, int head_dim, int rotary_dim, int block_size,
               int interleaved, int64_t q_stride, int64_t k_stride, int64_t v_stride, int64_t block_stride,
               int64_t layer_offset, float eps, float weight_offset) {
@@ -153,7 +153,7 @@ rope_kv_write(T* __restrict__ q, const T* __restrict__ k, const T* __restrict__ 
 
   Part x = {};
   T* to = nullptr;
-  const float* cos = cos_sin;
+  const float* cos = reinterpret_cast<const float*>(cos_sin);
   if (is_here) {
     const int position = is_v ? 0 : positions[token], slot = is_q ? -1 : slot_mapping[token];
     T* const own = q + token * q_stride + head * head_dim;

@@ -1,12 +1,13 @@
 """Rotate q and k by their positions and scatter this step's keys and values into the paged cache."""
 
+from math import prod
 from typing import Any
 
 import numpy as np
 
 from cupaged.jit import njit, prange
 from cupaged.kernels.bits import store
-from cupaged.kernels.launch import Array, Device, ceil_div, element_type, row_stride
+from cupaged.kernels.launch import Array, Device, ceil_div, element_type, is_packed, row_stride
 from cupaged.kernels.rms_norm import inverse_rms
 
 THREADS = 128  # a block
@@ -116,22 +117,18 @@ def rope_kv_write_cuda(
             f"head_dim is {head_dim}, but CUDA kernels take a multiple of {pair} in {q.dtype}, "
             f"at most {MAX_LANES * pair}; use device='cpu' for this model"
         )
-    for x in (q, k, v):
-        assert x.strides[1:] == (head_dim * itemsize, itemsize), "a token's heads are not contiguous"
-        assert x.strides[0] % 16 == 0, f"tokens are {x.strides[0]} bytes apart"
+    assert rotary_dim % 2 == 0 <= rotary_dim <= head_dim, f"rotary_dim {rotary_dim} of {head_dim}"
+    assert is_packed(cos_sin), f"cos_sin of shape {cos_sin.shape} has strides {cos_sin.strides}"
     lanes = 1  # of a head
     while lanes * pair < head_dim:
         lanes *= 2
-    kernel = device.kernel(
-        "rope_kv_write", "rope_kv_write", ELEMENT=element_type(q), THREADS=THREADS, LANES=lanes
-    )
+    element = element_type(q, k, v, pool, q_norm, k_norm)
+    kernel = device.kernel("rope_kv_write", "rope_kv_write", ELEMENT=element, THREADS=THREADS, LANES=lanes)
     shapes = (num_tokens, num_heads, num_kv_heads, head_dim, rotary_dim, block_size, int(interleaved))
     strides = (
-        row_stride(q),
-        row_stride(k),
-        row_stride(v),
-        row_stride(pool),
-        layer * pool.strides[1] // itemsize,
+        *(row_stride(x, inner=2, unit=16) for x in (q, k, v)),
+        row_stride(pool, inner=5, unit=16),
+        layer * prod(pool.shape[2:]),
     )
     kernel(
         (ceil_div(num_tokens * (num_heads + 2 * num_kv_heads) * lanes, THREADS), 1, 1),

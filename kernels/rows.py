@@ -1,9 +1,10 @@
 """Moves of rows: gather, the last sampled tokens that stay on the device, and whole KV blocks."""
 
+from math import prod
 from typing import Any
 
 from cupaged.jit import njit, prange
-from cupaged.kernels.launch import Array, Device, ceil_div, row_units
+from cupaged.kernels.launch import Array, Device, ceil_div, is_packed, row_stride, row_units
 
 SAMPLES, INPUT_FROM_LAST_TOKEN = 1, 2  # bits of a sequence's flags, as in batch.Flag
 THREADS = 256  # a block
@@ -23,10 +24,12 @@ def gather_rows_cpu(x: Any, index: Any, out: Any) -> None:
 def gather_rows_cuda(device: Device, x: Array, index: Array, out: Array) -> None:
     """Set out[i] to x[index[i]]; at index -1, padding, it stays as it is. x [num, size], index int32[n]."""
     num_rows, num_units = len(index), row_units(x, "hidden_size")
-    assert out.strides[0] == 16 * num_units, "out is not contiguous"
+    assert is_packed(out), f"out of shape {out.shape} has strides {out.strides}"
+    assert out.dtype == x.dtype, f"rows of {x.dtype}, out of {out.dtype}"
     kernel = device.kernel("rows", "gather_rows", THREADS=THREADS)
     grid = (ceil_div(num_rows * num_units, THREADS), 1, 1)
-    kernel(grid, THREADS, (out, x, index, num_rows, num_units, x.strides[0] // 16))
+    x_stride = row_stride(x, unit=16) * x.dtype.itemsize // 16
+    kernel(grid, THREADS, (out, x, index, num_rows, num_units, x_stride))
 
 
 @njit(signatures=["void(i4[:,::1],i4[::1],i4[::1],i4[::1],i4[::1],i4[::1])"])
@@ -95,12 +98,13 @@ def copy_blocks_cuda(device: Device, source: Array, target: Array, pairs: Array)
 
     No block is the target of two pairs, or, in one pool, target of one and source of another.
     """
-    block_bytes = source.strides[0]
-    assert target.strides[0] == block_bytes, "blocks of two sizes"
+    for pool in (source, target):
+        assert is_packed(pool), f"a pool of shape {pool.shape} has strides {pool.strides}"
+    block_bytes, other = (prod(pool.shape[1:]) * pool.dtype.itemsize for pool in (source, target))
+    assert block_bytes == other, f"blocks of {block_bytes} and of {other} bytes"
     if block_bytes % 16:
         raise ValueError(f"KV blocks have {block_bytes} bytes, but CUDA kernels copy 16 at a time")
     num_units = block_bytes // 16
-    if len(pairs):
-        kernel = device.kernel("rows", "copy_blocks", THREADS=THREADS)
-        grid = (ceil_div(num_units, THREADS * BATCH), len(pairs), 1)
-        kernel(grid, THREADS, (target, source, pairs, num_units))
+    kernel = device.kernel("rows", "copy_blocks", THREADS=THREADS)
+    grid = (len(pairs), ceil_div(num_units, THREADS * BATCH), 1)
+    kernel(grid, THREADS, (target, source, pairs, num_units))

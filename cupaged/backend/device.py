@@ -24,7 +24,7 @@ class CudaKernel:
         self._launch = launch
         self._stream = stream
         self._shared_bytes = 0  # dynamic, that it may have so far
-        self._pointers = [i for i, parameter in enumerate(declared) if parameter.code == "P"]
+        self._pointers = [(i, each) for i, each in enumerate(declared) if each.code == "P"]
         # The driver reads a kernel's arguments where an array of addresses says, and is done with them when
         # the call returns; so one buffer, laid out as a C struct, serves all launches.
         codes = "@" + "".join(parameter.code for parameter in declared)
@@ -43,9 +43,10 @@ class CudaKernel:
             self._function.max_dynamic_shared_size_bytes = shared_bytes
             self._shared_bytes = shared_bytes
         values = list(args)
-        for i in self._pointers:
+        for i, parameter in self._pointers:
             array = values[i]
-            values[i] = 0 if array is None else array.data.ptr
+            values[i] = address = 0 if array is None else array.data.ptr
+            assert address % parameter.alignment == 0, f"{parameter} begins at {address:#x}"
         self._pack_into(self._values, 0, *values)
         self._launch(self._address, *grid, block, 1, 1, shared_bytes, self._stream, self._args, 0)
 

@@ -113,11 +113,11 @@ def test_arguments_reach_the_driver_as_the_kernel_declares_them(device: CudaDevi
     kernel = device.kernel("two", "one", ELEMENT="bf16")
 
     kernel((7, 2, 1), 64, (array(0x7F00_0000_0010), -3, array(0x20), 0.25, 2**40, 9), 1024)
-    kernel((1, 1, 1), 64, (array(1), 1, None, 0.0, 0, 0))
+    kernel((1, 1, 1), 64, (array(0x30), 1, None, 0.0, 0, 0))
 
     placed = (0xF00, 7, 2, 1, 64, 1, 1, 1024, 0x57)
     assert gpu.launches[0] == (*placed, [0x7F00_0000_0010, -3, 0x20, 0.25, 2**40, 9], 0)
-    assert gpu.launches[1][-2] == [1, 1, None, 0.0, 0, 0]
+    assert gpu.launches[1][-2] == [0x30, 1, None, 0.0, 0, 0]
 
 
 def test_grid_of_no_blocks_launches_nothing(device: CudaDevice, gpu: Gpu) -> None:
@@ -129,10 +129,22 @@ def test_grid_of_no_blocks_launches_nothing(device: CudaDevice, gpu: Gpu) -> Non
     assert gpu.launches == []
 
 
+def test_pointer_that_would_fault_on_the_gpu_is_refused(device: CudaDevice, gpu: Gpu) -> None:
+    kernel = device.kernel("two", "one")
+
+    with pytest.raises(AssertionError, match=r"'out'.* alignment=16\) begins at 0x38"):
+        kernel((1, 1, 1), 64, (array(0x30), 1, array(0x38), 0.0, 0, 0))
+    assert gpu.launches == []
+
+
 def test_wrong_number_or_kind_of_arguments_is_an_error(device: CudaDevice, gpu: Gpu) -> None:
     kernel = device.kernel("two", "one")
 
-    for args in ((), (array(1), 2**31, array(1), 0.0, 0, 0), (array(1), 0.5, array(1), 0.0, 0, 0)):
+    for args in (
+        (),
+        (array(0x30), 2**31, array(0x30), 0.0, 0, 0),
+        (array(0x30), 0.5, array(0x30), 0.0, 0, 0),
+    ):
         with pytest.raises((IndexError, ValueError, TypeError, OverflowError, struct.error)):
             kernel((1, 1, 1), 64, args)
     assert gpu.launches == []

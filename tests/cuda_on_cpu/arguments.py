@@ -23,6 +23,11 @@ class Span(NamedTuple):
     is_const: bool
     names: tuple[str, ...]  # of the parameters
 
+    @property
+    def phase(self) -> int:
+        """Where it would begin on a GPU, modulo ALLOCATION."""
+        return (self.begin - self.owner) % ALLOCATION
+
 
 def _span(array: Array, parameter: Parameter) -> Span:
     begin = owner = array.ctypes.data
@@ -65,7 +70,7 @@ def check_parameters(kernel: KernelType, parsed: Sequence[Parameter]) -> None:
         )
 
 
-def _array_fault(array: Any, kind: ParameterType) -> str:
+def _array_fault(array: Any, kind: ParameterType, parameter: Parameter) -> str:
     if not isinstance(array, np.ndarray):
         return f"is a {type(array).__name__}, not an array"
     if kind.size not in (0, array.itemsize):
@@ -77,6 +82,9 @@ def _array_fault(array: Any, kind: ParameterType) -> str:
         return f"has strides {array.strides}, but a pointer is to the first byte"
     if not array.flags.writeable and not kind.is_const:
         return "is read-only, but the kernel's parameter is not const"
+    phase = _span(array, parameter).phase
+    if phase % parameter.alignment:
+        return f"begins {phase} bytes into an allocation, but is moved by {parameter.alignment}"
     return ""
 
 
@@ -101,7 +109,7 @@ def pack(
     for i, (arg, parameter) in enumerate(zip(args, parsed, strict=True)):
         is_array = parameter.code == "P" and arg is not None
         if is_array:
-            fault = _array_fault(arg, kernel.parameters[i])
+            fault = _array_fault(arg, kernel.parameters[i], parameter)
         else:
             fault = _number_fault(0 if parameter.code == "P" else arg, kernel.parameters[i])
         if fault:
@@ -117,7 +125,7 @@ def pack(
             name="/".join(span.names).encode(),
             data=span.begin,
             bytes=span.end - span.begin,
-            phase=(span.begin - span.owner) % ALLOCATION,
+            phase=span.phase,
             element_bytes=span.element_bytes,
             is_const=span.is_const,
         )

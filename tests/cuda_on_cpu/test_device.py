@@ -75,6 +75,16 @@ def test_read_only_array_may_be_given_to_const_parameters_only() -> None:
     assert "argument 'out' is read-only" in complaint(kernel, (1, 1, 1), 32, (x, out, None))
 
 
+def test_array_that_units_of_16_bytes_do_not_fit_is_refused() -> None:
+    kernel = device("fast").kernel("launches", "unit")
+    x = np.arange(16, dtype=F32)
+
+    kernel((1, 1, 1), 32, (x, x[4:]))
+
+    assert x[:4].tolist() == [4, 5, 6, 7]
+    assert "argument 'x' begins 8 bytes into an allocation" in complaint(kernel, (1, 1, 1), 32, (x, x[2:]))
+
+
 def test_integers_are_no_floats() -> None:
     kernel = device().kernel("launches", "floats")
 

@@ -11,6 +11,7 @@ from cupaged.kernels.launch import (
     Parameter,
     ceil_div,
     element_type,
+    is_packed,
     parameters,
     row_stride,
     row_units,
@@ -21,6 +22,7 @@ SOURCE = """
 #include "gpu.cuh"
 
 KERNEL(THREADS, 2) first(T* __restrict__ out, const float* __restrict__ x,  // float[n], or null
+                         const uint4* units,
                          int n, int64_t stride, float eps) {
 }
 
@@ -35,11 +37,12 @@ def test_parameters_are_read_from_the_declaration() -> None:
 
     assert found == {
         "first": (
-            Parameter("out", "P", False),
-            Parameter("x", "P", True),
-            Parameter("n", "i", False),
-            Parameter("stride", "q", False),
-            Parameter("eps", "f", False),
+            Parameter("out", "P", alignment=16),
+            Parameter("x", "P", is_const=True),
+            Parameter("units", "P", is_const=True, alignment=16),
+            Parameter("n", "i"),
+            Parameter("stride", "q"),
+            Parameter("eps", "f"),
         ),
         "second": (),
     }
@@ -65,6 +68,25 @@ def test_dtypes_have_the_names_that_kernels_use() -> None:
         element_type(np.empty(1))
 
 
+def test_arrays_of_two_dtypes_are_no_launch() -> None:
+    x, y = np.empty(1, np.float16), np.empty(1, np.float32)
+
+    assert element_type(x, None, x) == "f16"
+    with pytest.raises(AssertionError, match="arrays of float16 and of float32"):
+        element_type(x, None, y)
+
+
+def test_packed_is_what_lies_in_one_piece() -> None:
+    x = np.zeros((4, 6, 8), np.float32)
+    packed = [x, x[2], x[:, :1, :][:1], x[1:3], x[:, 6:], x[0, 3:4, 2:5], np.broadcast_to(x[:0, 0], (0, 8))]
+    others = [x[:, :3], x[..., :4], x[:, 1], x.swapaxes(1, 2), np.broadcast_to(x[0, 0, 0], (2, 2))]
+
+    assert [is_packed(each) for each in packed] == [True] * 7
+    assert [is_packed(each) for each in others] == [False] * 5
+    assert is_packed(x[:, :3], inner=2)
+    assert not is_packed(x[:, :, :4], inner=2)
+
+
 def test_ceil_div_rounds_up() -> None:
     assert [ceil_div(n, 16) for n in (0, 1, 16, 17)] == [0, 1, 1, 2]
 
@@ -74,6 +96,16 @@ def test_rows_are_counted_in_units_of_16_bytes_at_their_own_stride() -> None:
 
     assert row_units(x, "size") == 3
     assert row_stride(x) == 40
+
+
+def test_rows_that_kernels_would_misread_are_no_launch() -> None:
+    x = np.zeros((6, 5, 8), np.float16)
+
+    assert row_stride(x[:, 1:3], inner=2, unit=16) == 40
+    with pytest.raises(AssertionError, match=r"a row of shape \(5, 4\) has strides \(16, 2\)"):
+        row_stride(x[..., :4], inner=2)
+    with pytest.raises(AssertionError, match="rows lie 40 bytes apart"):
+        row_stride(np.zeros((6, 20), np.float16), unit=16)
 
 
 def test_row_of_odd_bytes_is_an_error_that_names_size_and_remedy() -> None:

@@ -15,6 +15,10 @@ KERNEL(32) floats(float* out, const float* x, const void* any) {
   if (threadIdx.x == 0) out[0] = x[0];
 }
 
+KERNEL(32) unit(uint4* out, const uint4* x) {
+  if (threadIdx.x == 0) store16(out, load16(x));
+}
+
 KERNEL(32) places(int* out) {
   const int block = blockIdx.x + gridDim.x * (blockIdx.y + gridDim.y * blockIdx.z);
   out[block * 32 + threadIdx.x] = 100 * blockIdx.x + 10 * blockIdx.y + blockIdx.z + 1000 * blockDim.x;
