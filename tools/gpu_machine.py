@@ -1,11 +1,15 @@
 """The GPU that gpu_check runs kernels on, through CuPy. It has not met one yet.
 
-Times are of many calls in one CUDA graph, with nothing between them but the GPU's own gaps.
+Times are of many calls in one CUDA graph, with nothing between them but the GPU's own gaps. Graphs are put on
+the stream one behind the other, so that the GPU is never idle between the events around one.
 """
 
+import importlib.metadata
 import statistics
+import subprocess
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -16,16 +20,27 @@ from cupaged.backend.device import CudaDevice
 from cupaged.kernels.compile import compile_kernels
 from cupaged.kernels.launch import SOURCES, Array, ceil_div
 from cupaged.kernels.nvrtc import nvrtc
+from tools.gpu_specs import ARCHITECTURES, blocks_per_sm
 from tools.kernel_cases.case import Attention, Case, HostArrays, Shape
 from tools.kernel_cases.launches import instances
 from tools.machine import Times, summarize
 
+NUM_WARM_UPS = 10  # repeats before those that count, 50 ms in which the clocks rise
 NUM_REPEATS = 20  # the median counts
-GRAPH_SECONDS = 2e-3  # about as long a graph is made
+GRAPH_SECONDS = 5e-3  # about as long a graph is made; a gap of some us before it does not matter
 MAX_CALLS = 256  # in a graph
 COPY_BYTES = 4 << 30
 MATMUL_SIZE = 8192  # rows and columns, as the 790 TFLOP/s of FACTS 4 were measured
 CHUNK = 1 << 22  # random numbers that all large arrays are made of
+STATE = ("clocks.sm", "clocks.mem", "power.draw", "temperature.gpu", "clocks_event_reasons.active")
+
+
+def torch_version() -> str:
+    """Return torch's version without importing it, which takes seconds."""
+    try:
+        return importlib.metadata.version("torch")
+    except importlib.metadata.PackageNotFoundError:
+        return "not installed"
 
 
 def import_torch() -> Any:
@@ -42,20 +57,21 @@ class DeviceArrays:
 
     def __init__(self, cupy: Any) -> None:
         self._cupy = cupy
-        self._chunks: dict[Any, NDArray[Any]] = {}
+        self._chunks: dict[Any, Array] = {}
         self._num_made = 0
 
     def normal(self, shape: Shape, dtype: Any = np.float32, spread: float = 1.0) -> Array:
         key = (np.dtype(dtype), spread)
         if key not in self._chunks:
-            self._chunks[key] = HostArrays("gpu_check").normal((CHUNK,), dtype, spread)
+            self._chunks[key] = self.array(HostArrays("gpu_check").normal((CHUNK,), dtype, spread))
         self._num_made += 1
-        chunk = np.roll(self._chunks[key], 7919 * self._num_made)
-        array = self._cupy.empty(shape, dtype)
-        flat = array.reshape(-1)
-        for start in range(0, flat.size, CHUNK):
-            part = flat[start : start + CHUNK]
-            part.set(chunk[: part.size])
+        chunk, array = self._chunks[key], self._cupy.empty(shape, dtype)
+        flat, done = array.reshape(-1), 0
+        while done < flat.size:
+            first = (done + 7919 * self._num_made) % CHUNK
+            part = flat[done : done + CHUNK - first]
+            part.data.copy_from_device(chunk[first:].data, part.nbytes)
+            done += part.size
         return self._ready(array)
 
     def integers(self, low: int, high: int, shape: Shape) -> Array:
@@ -92,14 +108,14 @@ class GpuMachine:
         self.l2_bytes = int(self._properties["l2CacheSize"])
 
     def versions(self) -> dict[str, str]:
-        runtime, torch = self._cupy.cuda.runtime, import_torch()
+        runtime = self._cupy.cuda.runtime
         name, num_sms = self._properties["name"].decode(), self._properties["multiProcessorCount"]
         return {
             "GPU": f"{name}, {self._devices[SOURCES].arch}, {num_sms} SMs, {self.l2_bytes >> 20} MiB of L2",
             "driver": f"CUDA {runtime.driverGetVersion()}",
             "CuPy": f"{self._cupy.__version__}, CUDA {runtime.runtimeGetVersion()}",
             "NVRTC": ".".join(map(str, nvrtc().version)),
-            "torch": torch.__version__ if torch else "not installed",
+            "torch": torch_version(),
         }
 
     def prepare(self, cases: Sequence[Case]) -> int:
@@ -108,6 +124,39 @@ class GpuMachine:
             for instance in wanted:
                 threads.submit(compile_kernels, instance.path, arch, dict(instance.constants))
         return len(wanted)
+
+    def resources(self, cases: Sequence[Case]) -> dict[str, dict[str, int]]:
+        from cupy_backends.cuda.api import driver
+
+        arch = self._devices[SOURCES].arch
+        found: dict[str, dict[str, int]] = {}
+        for instance in instances(cases):
+            compiled = compile_kernels(instance.path, arch, dict(instance.constants))
+            module = self._cupy.RawModule(path=str(compiled.path))
+            for _, launch in instance.launches:
+                function, shared_bytes = module.get_function(launch.kernel), launch.shared_bytes
+                if shared_bytes > function.max_dynamic_shared_size_bytes:
+                    function.max_dynamic_shared_size_bytes = shared_bytes
+                needs = compiled.resources[launch.kernel]
+                total = needs.shared_bytes + shared_bytes
+                row = found[f"{launch.kernel} of {instance}, {total} bytes shared"] = {
+                    "registers": function.num_regs,
+                    "local_bytes": function.local_size_bytes,  # a thread's spills and stack
+                    "blocks_per_sm": driver.occupancyMaxActiveBlocksPerMultiprocessor(
+                        function.kernel.ptr, launch.block, shared_bytes
+                    ),
+                }
+                if arch in ARCHITECTURES:
+                    row["predicted_blocks_per_sm"] = blocks_per_sm(arch, launch.block, needs.registers, total)
+        return found
+
+    def clocks(self) -> dict[str, str]:
+        command = ["nvidia-smi", f"--query-gpu={','.join(STATE)}", "--format=csv,noheader", "--id=0"]
+        try:
+            said = subprocess.run(command, capture_output=True, text=True, timeout=15, check=True).stdout
+        except (OSError, subprocess.SubprocessError) as error:
+            return {"nvidia-smi": f"says nothing: {error}"}
+        return dict(zip(STATE, (value.strip() for value in said.split(",")), strict=False))
 
     def device(self, sources: Path) -> CudaDevice:
         if sources not in self._devices:
@@ -133,23 +182,17 @@ class GpuMachine:
                 launch(i)
 
         launch_all(num_sets)  # compiles, loads, warms up
-        once = self._elapsed(stream, lambda: launch_all(num_sets)) / num_sets
+        once = min(self._seconds(stream, lambda: launch_all(num_sets), 2)) / num_sets
         num_calls = calls_of_a_graph(once, num_sets)
         stream.begin_capture()
         launch_all(num_calls)
         graph = stream.end_capture()
-        self._elapsed(stream, lambda: graph.launch(stream))
-        seconds = [self._elapsed(stream, lambda: graph.launch(stream)) for _ in range(NUM_REPEATS)]
-        return summarize(seconds, num_calls, num_sets)
+        return summarize(self._seconds(stream, lambda: graph.launch(stream)), num_calls, num_sets)
 
-    def _elapsed(self, stream: Any, work: Callable[[], Any]) -> float:
-        """Return the GPU's seconds for what `work` puts on the stream."""
-        start, end = self._cupy.cuda.Event(), self._cupy.cuda.Event()
-        start.record(stream)
-        work()
-        end.record(stream)
-        end.synchronize()
-        return float(self._cupy.cuda.get_elapsed_time(start, end)) / 1e3
+    def _seconds(self, stream: Any, work: Callable[[], Any], num_repeats: int = NUM_REPEATS) -> list[float]:
+        """Return the GPU's seconds for what `work` puts on the stream, for each of so many repeats."""
+        cuda = self._cupy.cuda
+        return repeat(work, lambda: stream.record(), cuda.get_elapsed_time, num_repeats)
 
     def copy_bandwidth(self) -> float:
         runtime, stream = self._cupy.cuda.runtime, self._devices[SOURCES].stream
@@ -160,8 +203,7 @@ class GpuMachine:
         def copy() -> None:
             runtime.memcpyAsync(target.data.ptr, source.data.ptr, COPY_BYTES, kind, stream.ptr)
 
-        self._elapsed(stream, copy)
-        return 2 * COPY_BYTES / statistics.median(self._elapsed(stream, copy) for _ in range(NUM_REPEATS))
+        return 2 * COPY_BYTES / statistics.median(self._seconds(stream, copy))
 
     def matmul_flops(self) -> float:
         import ml_dtypes
@@ -169,13 +211,28 @@ class GpuMachine:
         shape, stream = (MATMUL_SIZE, MATMUL_SIZE), self._devices[SOURCES].stream
         a, b = (self.maker.normal(shape, ml_dtypes.bfloat16) for _ in range(2))
         with stream:  # cuBLAS runs on CuPy's current stream
-            self._elapsed(stream, lambda: a @ b)
-            seconds = [self._elapsed(stream, lambda: a @ b) for _ in range(NUM_REPEATS)]
-        return 2 * MATMUL_SIZE**3 / statistics.median(seconds)
+            return 2 * MATMUL_SIZE**3 / statistics.median(self._seconds(stream, lambda: a @ b))
 
     def sdpa(self, attention: Attention) -> Times | None:
         torch = import_torch()
         return time_sdpa(torch, attention, self.l2_bytes) if torch else None
+
+
+def repeat(
+    work: Callable[[], Any],
+    record: Callable[[], Any],  # puts an event behind the work so far, and returns it
+    elapsed: Callable[[Any, Any], float],  # ms between two events
+    num_repeats: int = NUM_REPEATS,
+) -> list[float]:
+    """Return the GPU's seconds for each of so many repeats of `work`, one right behind the other."""
+    for _ in range(NUM_WARM_UPS):
+        work()
+    events = [record()]
+    for _ in range(num_repeats):
+        work()
+        events.append(record())
+    events[-1].synchronize()
+    return [elapsed(start, end) / 1e3 for start, end in pairwise(events)]
 
 
 def calls_of_a_graph(seconds: float, num_sets: int) -> int:
@@ -202,18 +259,17 @@ def time_sdpa(torch: Any, attention: Attention, l2_bytes: int) -> Times:
                 *sets[i % num_sets], is_causal=attention.num_queries > 1, enable_gqa=True
             )
 
-    def elapsed(work: Callable[[], Any]) -> float:
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        work()
-        end.record()
-        end.synchronize()
-        return float(start.elapsed_time(end)) / 1e3
+    def record() -> Any:
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def seconds(work: Callable[[], Any], num_repeats: int = NUM_REPEATS) -> list[float]:
+        return repeat(work, record, lambda start, end: float(start.elapsed_time(end)), num_repeats)
 
     launch(num_sets)
-    num_calls = calls_of_a_graph(elapsed(lambda: launch(num_sets)) / num_sets, num_sets)
+    num_calls = calls_of_a_graph(min(seconds(lambda: launch(num_sets), 2)) / num_sets, num_sets)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         launch(num_calls)
-    elapsed(graph.replay)
-    return summarize([elapsed(graph.replay) for _ in range(NUM_REPEATS)], num_calls, num_sets)
+    return summarize(seconds(graph.replay), num_calls, num_sets)

@@ -20,8 +20,10 @@ COLUMNS = (
 Row = dict[str, Any]
 
 
-def unique_bytes(case: Case) -> int:
-    """Return the bytes that a case must move, each counted once."""
+def least_bytes(case: Case) -> int:
+    """Return the bytes that a case must move, each counted once; of attention, without what splits it."""
+    if case.attention:
+        return case.attention.num_bytes
     return sum(sheet_value(case, launch, "unique") for launch in record(case))
 
 
@@ -37,8 +39,8 @@ def summary(results: Mapping[str, Row], *, dry_run: bool) -> Row:
     for task, case in cases.items():
         if task.startswith("time ") and task in done:
             sdpa = done.get(f"sdpa {case.name}", {}).get("seconds")
-            times.append(_time_row(case, done[task]["seconds"], copy, matmul))
-            times[-1] |= {"spread": done[task]["spread"], "sdpa_us": sdpa and sdpa * 1e6}
+            times.append(_time_row(case, done[task], copy, matmul))
+            times[-1]["sdpa_us"] = sdpa and sdpa * 1e6
             times[-1]["predicted_us"] = predicted.get(case.name, 0.0) * 1e6 or None
     failures = [f"{name}: {row['error']}" for name, row in results.items() if "error" in row]
     failures += [f"{name}: {row['difference']}" for name, row in done.items() if row.get("difference")]
@@ -47,6 +49,8 @@ def summary(results: Mapping[str, Row], *, dry_run: bool) -> Row:
     return {
         "dry_run": dry_run,
         "versions": versions,
+        "clocks": done.get("clocks", {}),
+        "resources": done.get("resources", {}),
         "copy_bytes_per_second": copy,
         "matmul_flops_per_second": matmul,
         "num_goldens": sum(task.startswith("golden ") for task in cases),
@@ -59,13 +63,15 @@ def summary(results: Mapping[str, Row], *, dry_run: bool) -> Row:
     }
 
 
-def _time_row(case: Case, seconds: float, copy: float | None, matmul: float | None) -> Row:
+def _time_row(case: Case, found: Row, copy: float | None, matmul: float | None) -> Row:
     """Return a case's time beside the limits that were measured."""
-    num_bytes, attention = unique_bytes(case), case.attention
+    seconds, num_bytes, attention = found["seconds"], least_bytes(case), case.attention
     flops = attention.flops if attention else None
     return {
         "case": case.name,
         "us": seconds * 1e6,
+        "spread": found["spread"],
+        "kernels_us": {name: each * 1e6 for name, each in found["kernels"].items()},
         "bytes": num_bytes,
         "bandwidth_share": copy and num_bytes / seconds / copy,
         "flops": flops,
@@ -102,7 +108,7 @@ def _goal(what: str, share: float, rows: list[Row], field: str) -> Row:
 
 def tables(report: Row) -> str:
     """Return all of a report that people read."""
-    lines = [f"{name}: {value}" for name, value in report["versions"].items()]
+    lines = [f"{name}: {value}" for name, value in (report["versions"] | report["clocks"]).items()]
     lines.append(f"goldens met: {report['num_goldens_met']} of {report['num_goldens']}")
     if report["copy_bytes_per_second"]:
         lines.append(f"copy, read + write: {report['copy_bytes_per_second'] / 1e12:.3f} TB/s")
@@ -113,6 +119,7 @@ def tables(report: Row) -> str:
             f"launch of {launch['case']}: {launch['function_seconds'] * 1e6:.1f} us of the host, "
             f"its kernel alone {launch['kernel_seconds'] * 1e6:.2f} us"
         )
+    lines += [text for name, row in report["resources"].items() if (text := _surprise(name, row))]
     lines += ["", COLUMNS] if report["times"] else []
     for row in report["times"]:
         lines.append(
@@ -120,9 +127,28 @@ def tables(report: Row) -> str:
             f"{_share(row['bandwidth_share']):>9}{_share(row['flops_share']):>10}"
             f"{_number(row['predicted_us']):>10}{_number(row['sdpa_us']):>9}"
         )
+        lines += [f"  {name:52}{each:9.1f}" for name, each in row["kernels_us"].items()]
     lines += ["", *(_goal_line(goal) for goal in report["goals"])] if report["goals"] else []
     lines += ["", *(f"FAILED {failure}" for failure in report["failures"])] if report["failures"] else []
     return "\n".join(lines)
+
+
+def _surprise(name: str, row: Row) -> str:
+    """Return what a kernel as loaded has otherwise than foreseen; "" if nothing."""
+    held, predicted = row["blocks_per_sm"], row.get("predicted_blocks_per_sm")
+    found = f"{row['local_bytes']} bytes of local memory a thread; " if row["local_bytes"] else ""
+    if predicted not in (None, held):
+        found += f"{held} blocks an SM, {predicted} were predicted; "
+    return found and f"{name}: {found.removesuffix('; ')}"
+
+
+def progress(task: str, row: Row) -> str:
+    """Return a line on a task that just ended."""
+    took, result = row.get("took"), row.get("result", {})
+    said = row.get("error") or result.get("difference") or "ok"
+    if "error" not in row and "seconds" in result:
+        said = f"{result['seconds'] * 1e6:.1f} us"
+    return f"{_number(took):>6} s  {task}: {said}"
 
 
 def _goal_line(goal: Row) -> str:

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from cupaged.kernels.launch import Array, Device, ceil_div
 from tools.kernel_cases.case import Attention, Case, HostArrays, Maker
-from tools.kernel_cases.launches import RecordingDevice
+from tools.kernel_cases.launches import record
 
 NUM_LAUNCHES = 300  # whose host time is taken
 
@@ -40,6 +40,12 @@ class Machine(Protocol):
 
     def prepare(self, cases: Sequence[Case]) -> int:
         """Compile what the cases launch, many at a time; return how many. Errors come where they are run."""
+
+    def resources(self, cases: Sequence[Case]) -> dict[str, dict[str, int]]:
+        """Return what the driver says of each kernel of the cases, as it is loaded and launched."""
+
+    def clocks(self) -> dict[str, str]:
+        """Return the GPU's state: clocks, power, temperature, and what holds the clocks down."""
 
     def device(self, sources: Path) -> Device:
         """Return the device for the .cu files of a folder."""
@@ -71,22 +77,34 @@ def summarize(seconds: Sequence[float], num_calls: int, num_sets: int) -> Times:
     return Times(median / num_calls, (ordered[-1 - tenth] - ordered[tenth]) / median, num_calls, num_sets)
 
 
-def time_case(machine: Machine, case: Case) -> Times:
-    """Return the time of a case, over so many sets of arrays that no call finds its own in L2."""
+def time_case(machine: Machine, case: Case) -> tuple[Times, dict[str, float]]:
+    """Return the time of a case, and the seconds of each of its kernels alone if it has several.
+
+    It has so many sets of arrays that no call finds its own in L2.
+    """
     sets = [case.make(machine.maker)]
     num_bytes = sum(array.nbytes for array in sets[0].values())
     num_sets = max(2, ceil_div(3 * machine.l2_bytes, num_bytes))
     sets += [case.make(machine.maker) for _ in range(num_sets - 1)]
-    device = machine.device(case.sources)
-    return machine.time(lambda i: case.launch(device, sets[i % num_sets]), case.sources, num_sets)
+    device, launches = machine.device(case.sources), [record(case, arrays) for arrays in sets]
+
+    def launch_one(place: int, i: int) -> None:
+        launch = launches[i % num_sets][place]
+        kernel = device.kernel(launch.file, launch.kernel, **launch.constants)
+        kernel(launch.grid, launch.block, launch.args, launch.shared_bytes)
+
+    whole = machine.time(lambda i: case.launch(device, sets[i % num_sets]), case.sources, num_sets)
+    several = launches[0] if len(launches[0]) > 1 else []
+    return whole, {
+        launch.kernel: machine.time(partial(launch_one, place), case.sources, num_sets).seconds
+        for place, launch in enumerate(several)
+    }
 
 
 def launch_overhead(machine: Machine, case: Case) -> tuple[float, float]:
     """Return the host's seconds for a case's launch function, and for its first kernel's launch alone."""
-    device, recorder = machine.device(case.sources), RecordingDevice()
-    arrays = case.make(machine.maker)
-    case.launch(recorder, arrays)
-    first = recorder.launches[0]
+    device, arrays = machine.device(case.sources), case.make(machine.maker)
+    first = record(case, arrays)[0]
     kernel = device.kernel(first.file, first.kernel, **first.constants)
     calls: tuple[Callable[[], None], ...] = (
         lambda: case.launch(device, arrays),
@@ -115,6 +133,12 @@ class EmulatedMachine:
 
     def prepare(self, cases: Sequence[Case]) -> int:  # noqa: ARG002
         return 0
+
+    def resources(self, cases: Sequence[Case]) -> dict[str, dict[str, int]]:  # noqa: ARG002
+        return {}
+
+    def clocks(self) -> dict[str, str]:
+        return {}
 
     def device(self, sources: Path) -> Device:
         from tests.cuda_on_cpu.device import EmulatedDevice

@@ -4,14 +4,15 @@ import json
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tools.gpu_check import supervise
-from tools.gpu_report import goals, summary, tables, unique_bytes
-from tools.gpu_worker import cases_by_task, tasks
+from tools.gpu_report import goals, least_bytes, progress, summary, tables
+from tools.gpu_worker import cases_by_task, kind_of, tasks
 from tools.kernel_cases import TIMED
 
 ROOT = Path(__file__).parents[2]
@@ -58,6 +59,8 @@ def test_dry_run_needs_only_what_a_gpu_machine_has(machine: dict[str, str], tmp_
     assert report["failures"] == []
     assert report["num_goldens_met"] == report["num_goldens"] > 20
     assert len(report["times"]) > 10
+    decode = next(row for row in report["times"] if row["case"] == "paged_decode-bf16-8_2x128-2x1024")
+    assert decode["kernels_us"].keys() == {"paged_decode", "paged_decode_combine"}
     assert report["goals"] == []
     assert "goldens met" in done.stdout
 
@@ -103,7 +106,7 @@ for name in sys.argv[1:]:
 
 def run_tasks(*names: str, task_seconds: float = 30.0, total_seconds: float = 60.0) -> dict[str, Any]:
     command = [sys.executable, "-c", WORKER]
-    return supervise(command, names, task_seconds=task_seconds, total_seconds=total_seconds)
+    return supervise(command, names, total_seconds=total_seconds, limit=lambda _: task_seconds)
 
 
 def test_tasks_that_work_share_a_process() -> None:
@@ -124,10 +127,46 @@ def test_tasks_after_a_bad_one_run_in_a_new_process(bad: str, error: str) -> Non
 def test_task_that_hangs_is_ended() -> None:
     results = run_tasks("a", "hangs", "b", task_seconds=2.0)
 
-    assert (
-        results["hangs"]["error"] == "its process ended with status -9, as it does if a task takes over 2 s"
-    )
+    assert results["hangs"]["error"] == "it took over 2 s"
     assert results.keys() == {"a", "hangs", "b"}
+
+
+def test_all_ends_when_the_time_is_over() -> None:
+    start = time.monotonic()
+    results = run_tasks("a", "hangs", "b", total_seconds=2.0)
+
+    assert time.monotonic() - start < 10
+    assert results.keys() == {"a", "hangs"}
+    assert results["hangs"]["error"] == "the time of all tasks was over"
+
+
+def test_each_task_is_noted_as_it_ends() -> None:
+    noted: list[list[str]] = []
+    command = [sys.executable, "-c", WORKER]
+
+    supervise(command, ("a", "dies", "b"), total_seconds=60, note=lambda results: noted.append(list(results)))
+
+    assert noted == [["a"], ["a", "dies"], ["a", "dies", "b"]]
+
+
+def test_what_libraries_print_does_not_reach_the_report() -> None:
+    code = (
+        "import os; from tools.gpu_worker import reserve_stdout; out = reserve_stdout();"
+        "print('python', flush=True); os.write(1, b'library'); out.write('report')"
+    )
+
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+
+    assert (done.stdout, done.stderr) == ("report", "python\nlibrary")
+
+
+def test_what_decides_comes_first_and_torch_last() -> None:
+    kinds = [kind_of(task) for task in tasks(False)]
+
+    assert kinds[:3] == ["versions", "compile", "resources"]
+    assert kinds == sorted(kinds, key=kinds.index), "a kind is in several places"
+    assert kinds[-1] == "sdpa"
+    assert max(kinds.index("golden"), kinds.index("copy"), kinds.index("matmul")) < kinds.index("time")
 
 
 def test_nothing_begins_after_a_first_task_that_fails_or_when_the_time_is_over() -> None:
@@ -139,12 +178,18 @@ def results(**others: Any) -> dict[str, Any]:
     """Return what a run on an H200 might find: each kernel at half the copy bandwidth."""
     found: dict[str, Any] = {}
     for task, case in cases_by_task(False).items():
-        seconds = 0.5e-12 * max(unique_bytes(case), 1) if task.startswith("time") else 1e-3
-        times = {"seconds": seconds, "spread": 0.01, "num_calls": 8, "num_sets": 2}
+        seconds = 0.5e-12 * max(least_bytes(case), 1) if task.startswith("time") else 1e-3
+        times = {"seconds": seconds, "spread": 0.01, "num_calls": 8, "num_sets": 2, "kernels": {}}
         found[task] = {"difference": ""} if task.startswith("golden") else times
     found |= {
         "versions": {"GPU": "NVIDIA H200, sm_90, 132 SMs"},
         "compile": {"instances": 1},
+        "resources": {
+            "as_foreseen of it": {"local_bytes": 0, "blocks_per_sm": 2, "predicted_blocks_per_sm": 2},
+            "another of it": {"local_bytes": 16, "blocks_per_sm": 2, "predicted_blocks_per_sm": 3},
+            "of_a_gpu_without_figures": {"local_bytes": 0, "blocks_per_sm": 2},
+        },
+        "clocks": {"clocks.sm": "1980 MHz"},
         "copy bandwidth": {"bytes_per_second": 4e12},
         "matmul": {"flops_per_second": 8e14},
         "launch overhead": {"case": "some", "function_seconds": 8e-6, "kernel_seconds": 1e-6},
@@ -165,17 +210,47 @@ def test_report_sets_each_time_beside_the_limits_of_the_same_run() -> None:
     assert "not met: paged_decode, batch x context >= 256k: share of copy bandwidth 50.0%, goal 85.0%" in text
 
 
+def test_report_says_what_a_gpu_has_otherwise_than_foreseen() -> None:
+    text = tables(summary(results(), dry_run=False))
+
+    assert "another of it: 16 bytes of local memory a thread; 2 blocks an SM, 3 were predicted\n" in text
+    assert "as_foreseen" not in text
+    assert "without_figures" not in text
+    assert "clocks.sm: 1980 MHz" in text
+
+
+def test_bytes_of_attention_are_those_that_no_kernel_can_do_without() -> None:
+    decode = next(case for case in TIMED if case.name == "paged_decode-bf16-32_8x128-64x4096")
+    prefill = next(case for case in TIMED if case.name == "paged_prefill-bf16-32_8x128-1x8192")
+
+    assert least_bytes(decode) == 64 * (4096 * 2 * 8 + 2 * 32) * 128 * 2
+    assert least_bytes(prefill) == 8192 * (2 * 8 + 2 * 32) * 128 * 2
+
+
+@pytest.mark.parametrize(
+    ("row", "line"),
+    [
+        ({"took": 0.26, "result": {"difference": ""}}, "   0.3 s  it: ok"),
+        ({"took": 1.0, "result": {"difference": "out is wrong"}}, "   1.0 s  it: out is wrong"),
+        ({"took": 2.0, "result": {"seconds": 3e-6}}, "   2.0 s  it: 3.0 us"),
+        ({"error": "it took over 2 s"}, "     - s  it: it took over 2 s"),
+    ],
+)
+def test_line_on_a_task(row: dict[str, Any], line: str) -> None:
+    assert progress("it", row) == line
+
+
 def test_report_names_what_failed_differs_or_is_missing() -> None:
-    golden, time = (
+    golden, timed = (
         next(task for task in tasks(False) if task.startswith(kind)) for kind in ("golden", "time")
     )
-    found = results(**{golden: {"result": {"difference": "out: 1 of 2 wrong"}}, time: {"error": "it broke"}})
+    found = results(**{golden: {"result": {"difference": "out: 1 of 2 wrong"}}, timed: {"error": "it broke"}})
     del found["matmul"]
 
     report = summary(found, dry_run=False)
 
     assert report["failures"] == [
-        f"{time}: it broke",
+        f"{timed}: it broke",
         f"{golden}: out: 1 of 2 wrong",
         "1 tasks did not begin",
     ]

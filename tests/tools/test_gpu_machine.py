@@ -1,5 +1,6 @@
 """How gpu_check times a GPU, with a stand-in for CuPy whose clock is known."""
 
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -9,9 +10,11 @@ import ml_dtypes
 import numpy as np
 import pytest
 
+from cupaged.kernels.compile import Compiled, Resources
 from cupaged.kernels.launch import SOURCES
 from tools.gpu_machine import CHUNK, NUM_REPEATS, GpuMachine, calls_of_a_graph
 from tools.kernel_cases import TIMED
+from tools.kernel_cases.launches import record
 from tools.machine import EmulatedMachine, launch_overhead, summarize, time_case
 
 CALL_SECONDS = 1e-5
@@ -30,7 +33,20 @@ class Array(np.ndarray[Any, Any]):
 
     @property
     def data(self) -> Any:
-        return SimpleNamespace(memset=lambda value, _: self.view(np.uint8).fill(value))
+        return Memory(self)
+
+
+class Memory:
+    """Where an array's elements begin."""
+
+    def __init__(self, array: Array) -> None:
+        self.bytes = array.view(np.uint8).reshape(-1)
+
+    def memset(self, value: int, size: int) -> None:
+        self.bytes[:size] = value
+
+    def copy_from_device(self, source: "Memory", size: int) -> None:
+        self.bytes[:size] = source.bytes[:size]
 
 
 class Stream:
@@ -48,6 +64,10 @@ class Stream:
         else:
             self.captured += seconds
 
+    def record(self) -> "Event":
+        assert self.captured is None
+        return Event(self.clock)
+
     def begin_capture(self) -> None:
         assert self.captured is None
         self.captured = 0.0
@@ -61,9 +81,8 @@ class Stream:
 class Event:
     """A moment of a stream's clock."""
 
-    def record(self, stream: Stream) -> None:
-        assert stream.captured is None
-        self.clock = stream.clock
+    def __init__(self, clock: float) -> None:
+        self.clock = clock
 
     def synchronize(self) -> None: ...
 
@@ -82,7 +101,6 @@ class Device:
         cuda = SimpleNamespace(
             runtime=runtime,
             Device=lambda: device,
-            Event=Event,
             get_elapsed_time=lambda start, end: (end.clock - start.clock) * 1e3,
         )
         self.cupy = SimpleNamespace(cuda=cuda, empty=lambda shape, dtype: np.empty(shape, dtype).view(Array))
@@ -101,9 +119,10 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> GpuMachine:
 def test_case_is_timed_as_a_graph_over_more_inputs_than_l2_holds(machine: GpuMachine) -> None:
     case = next(case for case in TIMED if case.name == "rms_norm-bf16-256x4096")  # 4.2 MB
 
-    times = time_case(machine, case)
+    times, kernels = time_case(machine, case)
 
     assert times.seconds == pytest.approx(CALL_SECONDS)
+    assert kernels == {}
     assert times.spread == pytest.approx(0.0)
     assert times.num_sets == -(-3 * (60 << 20) // (2 * 256 * 4096 * 2 + 4096 * 2))
     assert times.num_calls % times.num_sets == 0
@@ -111,7 +130,7 @@ def test_case_is_timed_as_a_graph_over_more_inputs_than_l2_holds(machine: GpuMac
 
 @pytest.mark.parametrize(
     ("seconds", "num_sets", "num_calls"),
-    [(1e-3, 2, 2), (1e-5, 2, 200), (1e-5, 45, 180), (1e-7, 6, 252), (1, 9, 9)],
+    [(1e-3, 2, 4), (2.5e-5, 2, 200), (2.5e-5, 45, 180), (1e-7, 6, 252), (1, 9, 9)],
 )
 def test_graph_has_each_input_equally_often(seconds: float, num_sets: int, num_calls: int) -> None:
     assert calls_of_a_graph(seconds, num_sets) == num_calls
@@ -133,6 +152,49 @@ def test_large_arrays_are_random_and_all_different(machine: GpuMachine) -> None:
     assert abs(first.astype(np.float32).std() - 1) < 0.01
     assert (first[:99] != second[:99]).any()
     assert np.isfinite(first.astype(np.float32)).all()
+
+
+def test_large_array_is_the_same_numbers_again_from_another_one_on(machine: GpuMachine) -> None:
+    first, second = (machine.maker.normal((2 * CHUNK,)) for _ in range(2))
+
+    assert (first[:CHUNK] == first[CHUNK:]).all()
+    assert (first[7919:CHUNK] == second[: CHUNK - 7919]).all()
+
+
+def test_resources_are_those_of_the_kernel_as_it_is_launched(
+    machine: GpuMachine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    case = next(case for case in TIMED if case.name == "paged_decode-bf16-32_8x128-1x8192")
+    launches = record(case)
+    asked: list[tuple[int, int, int]] = []
+
+    def occupancy(address: int, threads: int, shared_bytes: int) -> int:
+        asked.append((address, threads, shared_bytes))
+        return 3
+
+    kernel = SimpleNamespace(num_regs=126, local_size_bytes=0, max_dynamic_shared_size_bytes=49152)
+    kernel.kernel = SimpleNamespace(ptr=7)
+    needs = {launch.kernel: Resources(126, 0, 0, 0) for launch in launches}
+    driver = SimpleNamespace(occupancyMaxActiveBlocksPerMultiprocessor=occupancy)
+    monkeypatch.setitem(sys.modules, "cupy_backends.cuda.api", SimpleNamespace(driver=driver))
+    monkeypatch.setattr("tools.gpu_machine.compile_kernels", lambda *_: Compiled(Path("a.cubin"), needs, ""))
+    cupy = machine.device(SOURCES).cupy
+    cupy.RawModule = lambda path: SimpleNamespace(get_function=lambda _: kernel)  # noqa: ARG005
+
+    found = machine.resources([case])
+
+    assert asked == [(7, launch.block, launch.shared_bytes) for launch in launches]
+    assert kernel.max_dynamic_shared_size_bytes == max(launch.shared_bytes for launch in launches)
+    row = found[next(name for name in found if name.startswith("paged_decode of paged_decode-"))]
+    assert row == {"registers": 126, "local_bytes": 0, "blocks_per_sm": 3, "predicted_blocks_per_sm": 3}
+
+
+def test_machine_without_nvidia_smi_has_no_clocks(
+    machine: GpuMachine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PATH", "")
+
+    assert "says nothing" in machine.clocks()["nvidia-smi"]
 
 
 def test_arrays_to_write_are_poisoned(machine: GpuMachine) -> None:

@@ -76,6 +76,12 @@ class Attention(NamedTuple):
         seen = self.num_queries * self.length - self.num_queries * (self.num_queries - 1) // 2
         return self.num_seqs * self.num_heads * seen * 4 * self.head_dim
 
+    @property
+    def num_bytes(self) -> int:
+        """Each query, output, key and value once, which no kernel can do without."""
+        heads = 2 * self.num_queries * self.num_heads + 2 * self.length * self.num_kv_heads
+        return self.num_seqs * heads * self.head_dim * int(np.dtype(DTYPES[self.element]).itemsize)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Case:

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 from cupaged.kernels.launch import Constant, Grid
 from tools.data_sheet import read
-from tools.kernel_cases.case import Case, ShapeArrays
+from tools.kernel_cases.case import Arrays, Case, ShapeArrays
 
 
 class Launch(NamedTuple):
@@ -37,10 +37,10 @@ class RecordingDevice:
         return note
 
 
-def record(case: Case) -> list[Launch]:
-    """Return the launches of a case, its arrays only shapes: nothing large is allocated, nothing runs."""
+def record(case: Case, arrays: Arrays | None = None) -> list[Launch]:
+    """Return the launches of a case, which do not run; without arrays of its own it has only shapes."""
     device = RecordingDevice()
-    case.launch(device, case.make(ShapeArrays()))
+    case.launch(device, case.make(ShapeArrays()) if arrays is None else arrays)
     return device.launches
 
 
