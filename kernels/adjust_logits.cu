@@ -13,8 +13,8 @@
 //   history_start    int32[num_seqs + 1], a sequence's part of history int32, the ids of those that enter
 //   token_ids        int32[num_seqs], sampled
 //   -D               THREADS (a multiple of 32), CHUNK (tokens of a row that a block has)
-// A number that all threads need counts as THREADS bytes: each warp reads it. Atomics do not count. Biased and banned
-// ids cost 4 bytes for each block of their row, then 128 for a bias and 32 for a ban, which `bytes` leaves out.
+// A number that every thread reads costs a sector of 32 bytes for each warp: THREADS bytes. `bytes` leaves out atomics,
+// and biased and banned ids: 4 bytes for each block of their row, then 128 for a bias and 32 for a ban.
 //
 // kernel adjust_logits
 //   grid       ceil_div(vocab_size, CHUNK) by num_rows, block THREADS

@@ -7,8 +7,8 @@
 //   ranks            int32[num_rows], 1 + how many tokens have a greater logit than column 0
 //   -D               THREADS (a multiple of 32 from 64 to 1024), MAX_TOP (num_top is at most this)
 // A block has one row and walks it twice, and for the top tokens once or twice, rarely more, to narrow down where they
-// end and once to collect them. `walks` lists how often each row is walked. A number that all threads need counts as
-// THREADS bytes: each warp reads it. FLOPs are all operations, also those on integers.
+// end and once to collect them. `walks` lists how often each row is walked. A number that every thread reads costs a
+// sector of 32 bytes for each warp: THREADS bytes. FLOPs are all operations, also those on integers.
 //
 // kernel logprobs
 //   grid       num_rows, block THREADS

@@ -5,13 +5,13 @@
 // the lengths. A sequence of one split is done with that; those of the others meet in paged_decode_combine. Bit for
 // bit, what a sequence gets depends on its own tokens alone.
 //   out            T[num_seqs, num_heads, HEAD_DIM]
-//   workspace      float[num_heads, max_splits, HEAD_DIM + 2], then int[num_seqs]: what splits leave, see Partials
+//   workspace      float32[num_heads, max_splits, HEAD_DIM + 2], then int32[num_seqs]: what splits leave, see Partials
 //   q              T[num_seqs, num_heads, HEAD_DIM], q_stride elements from sequence to sequence
 //   pool           T[num_blocks, num_layers, 2, num_kv_heads, block_size, HEAD_DIM], block_stride elements from block
 //                  to block, this layer from layer_offset on
-//   block_tables   int[num_seqs, table_stride], -1 where nothing is to be read
-//   seq_lens       int[num_seqs], tokens in the cache, the query's own included; 0 = padding
-//   sinks          float[num_heads], or null
+//   block_tables   int32[num_seqs, table_stride], -1 where nothing is to be read
+//   seq_lens       int32[num_seqs], tokens in the cache, the query's own included; 0 = padding
+//   sinks          float32[num_heads], or null
 //   max_splits     the step's splits, or more
 //   window         tokens seen, the query's own included; 2^31 - 1 = all
 //   group          num_heads / num_kv_heads, at most 16: the rows of an mma tile, which is of 16 whatever the group, so
@@ -20,8 +20,8 @@
 //   -D             ELEMENT, HEAD_DIM, SPLIT, SLOTS
 //
 // A block is 4 warps. Each walks every fourth tile of 16 tokens, keys then values, through a ring of its own in shared
-// memory, of SLOTS half tiles; SLOTS - 1 of them are on their way by cp.async, and no warp waits for others before the
-// end. HEAD_DIM 128 has 48 KiB on their way in a block, and 3 blocks on an SM of 228 KB, 2 on 164 KB, 1 on 100 KB;
+// memory, of SLOTS half tiles; SLOTS - 1 of them are in flight by cp.async, and no warp waits for others before the
+// end. HEAD_DIM 128 has 48 KiB in flight in a block, and 3 blocks on an SM of 228 KB, 2 on 164 KB, 1 on 100 KB;
 // 4.8 TB/s times a latency of 1 us is 36 KB an SM.
 //
 // kernel paged_decode
@@ -181,7 +181,7 @@ struct Walk {
     commit_copies();
   }
 
-  // Wait for a half, the oldest on its way, and start the copy to where the half before it was.
+  // Wait for a half, the oldest in flight, and start the copy to where the half before it was.
   DEVICE const T* take(int half) const {
     wait_copies<SLOTS - 2>();
     __syncwarp();  // all lanes' copies are there, and no lane reads the half before any more
@@ -301,7 +301,7 @@ paged_decode(T* out, float4* workspace, const T* q, const T* pool, const int* bl
 }
 
 // Merge a sequence's splits for one head: GROUPS of LANES threads add up every GROUPS-th split each, and then their
-// sums meet. `depth` splits of a group are on their way to shared memory at a time; how many changes no bit.
+// sums meet. `depth` splits of a group are in flight to shared memory at a time; how many changes no bit.
 KERNEL(THREADS)
 paged_decode_combine(T* out, float4* workspace, const int* seq_lens, const float* sinks, int num_heads, int max_splits,
                      int window, int depth) {

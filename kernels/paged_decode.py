@@ -12,12 +12,12 @@ from cupaged.kernels.launch import Array, Device, ceil_div
 # is 1.6 % of that (group 4, written and read), and 8k tokens still make 16 blocks a KV head.
 SPLIT = 512
 MAX_GROUP = 16  # query heads of a KV head, the rows of one mma tile
-# Half tiles of 16 tokens in the shared memory of each of 4 warps, by head_dim; all but one are on their way.
+# Half tiles of 16 tokens in the shared memory of each of 4 warps, by head_dim; all but one are in flight.
 # Up to head_dim 128 two blocks live on an SM of sm_80; any fits the 99 KiB that a block may have on sm_89.
 SLOTS = {64: 5, 80: 5, 96: 5, 128: 4, 192: 3, 256: 2}
 THREADS = 128
 TILE = 16  # tokens
-MAX_DEPTH = 20  # 16-byte copies of a thread of paged_decode_combine that are on their way: 40 KiB of a block
+MAX_DEPTH = 20  # 16-byte copies of a thread of paged_decode_combine that are in flight: 40 KiB of a block
 
 
 def num_splits(seq_lens: Array, sliding_window: int) -> int:

@@ -1,20 +1,21 @@
 // rope_kv_write.cu: norm and rotate the heads of q and k, write this step's keys and values into the paged cache.
 //   q             T[num_tokens, num_heads, head_dim], in place, tokens q_stride elements apart
 //   k, v          T[num_tokens, num_kv_heads, head_dim], only read: what comes of k is in the cache alone
-//   kv_cache      T[num_blocks, num_layers, 2, num_kv_heads, block_size, head_dim], by block_stride and layer_offset
+//   pool          T[num_blocks, num_layers, 2, num_kv_heads, block_size, head_dim], by block_stride and layer_offset
 //   positions     int32[num_tokens]
 //   slot_mapping  int32[num_tokens], -1 = padding: q is rotated, the cache is left alone
-//   cos_sin       float[max_positions, rotary_dim], cosines then sines; rotary_dim is even, at most head_dim
+//   cos_sin       float32[max_positions, rotary_dim], cosines then sines; rotary_dim is even, at most head_dim
 //   q_norm,
 //   k_norm        T[head_dim], RMS norm of each head before the rotation, times (weight_offset + it); or null
 //   -D            ELEMENT, THREADS (a multiple of 32), LANES (a power of two up to 32, at least head_dim / PAIR)
-// LANES lanes have a head of a token, each lane two units of 16 bytes: with rotated halves they lie rotary_dim / 2
-// apart, so that a lane has both numbers of each pair. Only a rotary_dim that is no multiple of two units (20 of 80
-// dimensions) makes lanes exchange numbers, through shared memory. num_norms counts those of q_norm and k_norm that are
-// given; the last sum below counts the warps that have some of q or k of a token, for each reads its angles.
+// LANES lanes share a head of a token, and each has two 16-byte units of it. A pair is two numbers rotary_dim / 2 apart
+// (neighbours if interleaved); a lane's units lie just so far apart that it has both. Only where rotary_dim is no
+// multiple of two units (20 of 80 dimensions) pairs lie in two lanes, which exchange them through shared memory.
+// num_norms is how many of q_norm and k_norm are given. The last sum in `bytes` is how many warps have some of q or k
+// of a token, for each of them reads its cosines and sines.
 //
 // kernel rope_kv_write
-//   grid       num_tokens * (num_heads + 2 * num_kv_heads) * LANES / THREADS, rounded up, block THREADS
+//   grid       ceil_div(num_tokens * (num_heads + 2 * num_kv_heads) * LANES, THREADS), block THREADS
 //   bytes      num_tokens * (2 * num_heads + 4 * num_kv_heads) * ceil_div(head_dim * sizeof_T, 64) * 64
 //              + ceil_div(num_tokens * (num_heads + 2 * num_kv_heads) * LANES, 32) * 64
 //              + (rotary_dim * (4 if interleaved else 16 // sizeof_T) + num_norms * head_dim * sizeof_T // 2)
@@ -125,13 +126,13 @@ DEVICE void norm_head(Part& x, const int (&unit)[2], const T* weight, int head_d
 }
 
 // Where the cache keeps a head of K or V in a slot.
-DEVICE T* in_cache(T* kv_cache, int slot, int head, int head_dim, int block_size, int64_t block_stride) {
+DEVICE T* in_cache(T* pool, int slot, int head, int head_dim, int block_size, int64_t block_stride) {
   const int row = head * block_size + slot % block_size;
-  return kv_cache + slot / block_size * block_stride + static_cast<int64_t>(row) * head_dim;
+  return pool + slot / block_size * block_stride + static_cast<int64_t>(row) * head_dim;
 }
 
 KERNEL(THREADS)
-rope_kv_write(T* __restrict__ q, const T* __restrict__ k, const T* __restrict__ v, T* __restrict__ kv_cache,
+rope_kv_write(T* __restrict__ q, const T* __restrict__ k, const T* __restrict__ v, T* __restrict__ pool,
               const int* __restrict__ positions, const int* __restrict__ slot_mapping,
               const float4* __restrict__ cos_sin, const T* __restrict__ q_norm, const T* __restrict__ k_norm,
               int num_tokens, int num_heads, int num_kv_heads, int head_dim, int rotary_dim, int block_size,
@@ -165,7 +166,7 @@ rope_kv_write(T* __restrict__ q, const T* __restrict__ k, const T* __restrict__ 
     if (is_q) {
       to = own;
     } else if (slot >= 0) {
-      to = in_cache(kv_cache + layer_offset, slot, kv_head, head_dim, block_size, block_stride);
+      to = in_cache(pool + layer_offset, slot, kv_head, head_dim, block_size, block_stride);
     }
   }
   if (q_norm != nullptr || k_norm != nullptr) {

@@ -13,7 +13,7 @@
 // rarely more, to narrow down where its prefix ends; and once for the draw, which then looks again at a 32nd of the row
 // and at 128 tokens. `walks` lists how often each row is walked, num_draws rows are not greedy, num_weighed walks
 // compute the mass of every token: that of the steps where there is a top-p, that of the draw where nothing was
-// filtered. A number that all threads need counts as THREADS bytes: each warp reads it.
+// filtered. A number that every thread reads costs a sector of 32 bytes for each warp: THREADS bytes.
 //
 // How long a row takes on its SM, in us: greedy 6, unfiltered 45, top-k 35, top-p 70, both 85. Not measured: estimated
 // for 128,256 tokens at 1.75 GHz from the instructions of sm_90 (69 a token that is weighed, 10 one that is compared,

@@ -6,9 +6,12 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
+from cupaged.batch import Flag
 from cupaged.kernels.adjust_logits import (
     BANNED,
     IN_PROMPT,
+    RESET,
+    SAMPLES,
     adjust_logits_cpu,
     count_history_cpu,
     count_sampled_cpu,
@@ -102,3 +105,7 @@ def test_sampled_tokens_are_added_to_the_output() -> None:
     count_sampled_cpu(ints(2, 0, 1), ints(1, 4, 5), ints(1, 3, 0), counts)
 
     assert counts.tolist() == [[0, 0, 0, 0], [1, 0, 0, 0], [0, IN_PROMPT | 2, 0, 0]]
+
+
+def test_flags_are_those_of_the_batch() -> None:
+    assert (SAMPLES, RESET) == (Flag.SAMPLES, Flag.RESET)

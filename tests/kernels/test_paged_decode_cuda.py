@@ -178,7 +178,7 @@ def test_bits_are_the_same_under_all_schedules(num_heads: int, num_kv_heads: int
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_many_splits_are_merged(dtype: Any) -> None:
-    lens = (25_000, 5000)  # more splits than are on their way at a time, and than a warp has lanes
+    lens = (25_000, 5000)  # more splits than are in flight at a time, and than a warp has lanes
     case = CudaCase(lens, 2, 1, 256, 128, dtype=dtype, softcap=30.0)
 
     case.assert_close(launch(EmulatedDevice("fast"), case.step(*newest(lens))), *newest(lens))

@@ -5,6 +5,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import ArrayLike
 
+from cupaged.batch import Flag
 from cupaged.kernels.adjust_logits import adjust_logits_cuda, count_history_cuda, count_sampled_cuda
 from cupaged.kernels.launch import Array
 from cupaged.kernels.logprobs import logprobs_cuda
@@ -13,7 +14,6 @@ from tools.kernel_cases.case import Case, Maker, Tolerance
 
 LLAMA_VOCAB = 128_256
 SPREAD = 3.0  # of logits
-SAMPLES, RESET = 1, 4  # bits of a sequence's flags, as in batch.Flag
 
 
 class Filter(NamedTuple):
@@ -154,7 +154,7 @@ def count_history(num_seqs: int, vocab_size: int, length: int) -> Case:
         starts = np.minimum(np.arange(num_seqs + 1), num_seqs - 1) * length
         return {
             "rows": maker.array(ints(np.arange(num_seqs)[::-1])),
-            "flags": maker.array(np.full(num_seqs, SAMPLES | RESET, np.int32)),
+            "flags": maker.array(np.full(num_seqs, Flag.SAMPLES | Flag.RESET, np.int32)),
             "output_position": maker.array(np.full(num_seqs, length // 3, np.int32)),
             "history_start": maker.array(ints(starts)),
             "history": maker.integers(0, vocab_size, ((num_seqs - 1) * length,)),
@@ -176,7 +176,7 @@ def count_sampled(num_seqs: int, vocab_size: int) -> Case:
     def make(maker: Maker) -> dict[str, Array]:
         return {
             "rows": maker.array(ints(np.arange(num_seqs)[::-1])),
-            "flags": maker.array(ints(np.arange(num_seqs) % 2 * SAMPLES)),
+            "flags": maker.array(ints(np.arange(num_seqs) % 2 * Flag.SAMPLES)),
             "token_ids": maker.integers(0, vocab_size, (num_seqs,)),
             "counts": maker.integers(0, 3, (num_seqs, vocab_size)),
         }
