@@ -2,7 +2,7 @@
 
 from math import e, log2, prod
 
-from cupaged.kernels.launch import Array, element_type, is_packed, row_stride
+from cupaged.kernels.launch import Array, element_type, require_packed, row_stride
 
 HEAD_DIMS = (64, 80, 96, 128, 192, 256)
 ALL_TOKENS = 2**31 - 1  # a window that has no end
@@ -17,7 +17,7 @@ def element_of(q: Array, pool: Array, out: Array) -> str:
         raise ValueError(f"dtype {q.dtype} has no attention kernels; use bfloat16 or float16")
     assert num_heads % pool.shape[3] == 0, f"{num_heads} query heads, {pool.shape[3]} KV heads"
     assert pool.shape[5] == head_dim, f"heads of {head_dim} dimensions, in the cache of {pool.shape[5]}"
-    assert is_packed(out), f"out of shape {out.shape} has strides {out.strides}"
+    require_packed("out", out)
     return element_type(q, pool, out)
 
 

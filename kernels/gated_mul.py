@@ -6,7 +6,15 @@ import numpy as np
 
 from cupaged.jit import njit, prange
 from cupaged.kernels.bits import exp
-from cupaged.kernels.launch import Array, Device, ceil_div, element_type, is_packed, row_stride, row_units
+from cupaged.kernels.launch import (
+    Array,
+    Device,
+    ceil_div,
+    element_type,
+    require_packed,
+    row_stride,
+    row_units,
+)
 
 THREADS = 128  # a block
 
@@ -53,7 +61,7 @@ def gelu_tanh_mul_cuda(device: Device, gate_up: Array, out: Array) -> None:
 
 def _launch(device: Device, name: str, gate_up: Array, out: Array) -> None:
     num_units = row_units(out, "intermediate_size")
-    assert is_packed(out), f"out of shape {out.shape} has strides {out.strides}"
+    require_packed("out", out)
     kernel = device.kernel("gated_mul", name, ELEMENT=element_type(gate_up, out), THREADS=THREADS)
     grid = (out.shape[0], ceil_div(num_units, THREADS), 1)
     kernel(grid, THREADS, (out, gate_up, out.shape[1], row_stride(gate_up, unit=16)))

@@ -97,6 +97,11 @@ def is_packed(x: Array, inner: int | None = None) -> bool:
     return True
 
 
+def require_packed(name: str, x: Array) -> None:
+    """Assert that x lies in one piece, as kernels take it that are given no stride for it."""
+    assert is_packed(x), f"{name} of shape {x.shape} has strides {x.strides}"
+
+
 def row_stride(x: Array, inner: int = 1, unit: int = 1) -> int:
     """Return the elements from row to row of x, whose last `inner` axes make a row and lie in one piece.
 

@@ -5,7 +5,7 @@ from typing import Any
 import numpy as np
 
 from cupaged.jit import njit, prange
-from cupaged.kernels.launch import Array, Device, element_type, is_packed, row_stride, row_units
+from cupaged.kernels.launch import Array, Device, element_type, require_packed, row_stride, row_units
 
 MAX_THREADS = 512  # of a block, which has one row
 HELD = 2  # 16-byte units of a row that each thread keeps in registers
@@ -67,7 +67,8 @@ def add_rms_norm_cuda(
 
 def _kernel(device: Device, name: str, x: Array, weight: Array, *written: Array) -> tuple[Any, int]:
     """Return the kernel for rows of x, and its threads a block: the fewest that hold a row, to a limit."""
-    assert all(map(is_packed, written)), f"rows do not follow each other: {[a.strides for a in written]}"
+    for array in written:
+        require_packed("out or residual", array)
     element = element_type(x, weight, *written)
     num_units = row_units(x, "hidden_size")
     threads = 64

@@ -7,7 +7,7 @@ import numpy as np
 
 from cupaged.jit import njit, prange
 from cupaged.kernels.bits import store
-from cupaged.kernels.launch import Array, Device, ceil_div, element_type, is_packed, row_stride
+from cupaged.kernels.launch import Array, Device, ceil_div, element_type, require_packed, row_stride
 from cupaged.kernels.rms_norm import inverse_rms
 
 THREADS = 128  # a block
@@ -118,7 +118,7 @@ def rope_kv_write_cuda(
             f"at most {MAX_LANES * pair}; use device='cpu' for this model"
         )
     assert rotary_dim % 2 == 0 <= rotary_dim <= head_dim, f"rotary_dim {rotary_dim} of {head_dim}"
-    assert is_packed(cos_sin), f"cos_sin of shape {cos_sin.shape} has strides {cos_sin.strides}"
+    require_packed("cos_sin", cos_sin)
     lanes = 1  # of a head
     while lanes * pair < head_dim:
         lanes *= 2

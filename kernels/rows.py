@@ -4,7 +4,7 @@ from math import prod
 from typing import Any
 
 from cupaged.jit import njit, prange
-from cupaged.kernels.launch import Array, Device, ceil_div, is_packed, row_stride, row_units
+from cupaged.kernels.launch import Array, Device, ceil_div, require_packed, row_stride, row_units
 
 SAMPLES, INPUT_FROM_LAST_TOKEN = 1, 2  # bits of a sequence's flags, as in batch.Flag
 THREADS = 256  # a block
@@ -24,7 +24,7 @@ def gather_rows_cpu(x: Any, index: Any, out: Any) -> None:
 def gather_rows_cuda(device: Device, x: Array, index: Array, out: Array) -> None:
     """Set out[i] to x[index[i]]; at index -1, padding, it stays as it is. x [num, size], index int32[n]."""
     num_rows, num_units = len(index), row_units(x, "hidden_size")
-    assert is_packed(out), f"out of shape {out.shape} has strides {out.strides}"
+    require_packed("out", out)
     assert out.dtype == x.dtype, f"rows of {x.dtype}, out of {out.dtype}"
     kernel = device.kernel("rows", "gather_rows", THREADS=THREADS)
     grid = (ceil_div(num_rows * num_units, THREADS), 1, 1)
@@ -99,7 +99,7 @@ def copy_blocks_cuda(device: Device, source: Array, target: Array, pairs: Array)
     No block is the target of two pairs, or, in one pool, target of one and source of another.
     """
     for pool in (source, target):
-        assert is_packed(pool), f"a pool of shape {pool.shape} has strides {pool.strides}"
+        require_packed("a pool", pool)
     block_bytes, other = (prod(pool.shape[1:]) * pool.dtype.itemsize for pool in (source, target))
     assert block_bytes == other, f"blocks of {block_bytes} and of {other} bytes"
     if block_bytes % 16:

@@ -13,6 +13,7 @@ from cupaged.kernels.launch import (
     element_type,
     is_packed,
     parameters,
+    require_packed,
     row_stride,
     row_units,
 )
@@ -85,6 +86,8 @@ def test_packed_is_what_lies_in_one_piece() -> None:
     assert [is_packed(each) for each in others] == [False] * 5
     assert is_packed(x[:, :3], inner=2)
     assert not is_packed(x[:, :, :4], inner=2)
+    with pytest.raises(AssertionError, match=r"out of shape \(4, 6, 4\) has strides \(192, 32, 4\)"):
+        require_packed("out", x[..., :4])
 
 
 def test_ceil_div_rounds_up() -> None:
