@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from tools.gpu_report import progress, summary, tables
-from tools.gpu_worker import FAILED, kind_of, tasks
+from tools.gpu_worker import kind_of, tasks
 
 START_SECONDS = 60.0  # of a process: Python's imports off a disk that nobody has read yet
 # After so many a task is given up, by its kind. CUDA begins, all is compiled, torch is imported:
@@ -53,7 +53,7 @@ def supervise(
     deadline = time.monotonic() + total_seconds
     pending = list(names)
     while pending and time.monotonic() < deadline and "error" not in results.get(names[0], {}):
-        current, seconds = pending[0], START_SECONDS  # what the process is at, and for how long it may be
+        current, seconds = pending[0], START_SECONDS  # what ends with the process, and after how long
         with subprocess.Popen([*command, *pending], stdout=subprocess.PIPE, text=True) as worker:
             lines = Lines(worker)
             while text := lines.next(min(seconds, deadline - time.monotonic())):
@@ -63,15 +63,15 @@ def supervise(
                     continue
                 results[line.pop("end")] = line
                 pending = pending[1:]
-                current = pending[0] if pending else ""
+                current = ""  # a process that ends here is no task's fault
                 note(results)
-        if pending and worker.returncode != FAILED:
+        if current:
             reason = f"its process ended with status {worker.returncode}"
             if lines.took_too_long:
                 over = time.monotonic() >= deadline
                 reason = "the time of all tasks was over" if over else f"it took over {seconds:.0f} s"
             results[current] = {"error": reason}
-            pending = pending[1:]
+            pending.remove(current)
             note(results)
     return results
 

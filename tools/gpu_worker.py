@@ -109,7 +109,8 @@ def main() -> None:
         line |= {"end": name, "took": time.perf_counter() - start}
         print(json.dumps(line), file=stdout, flush=True)
         if "error" in line:
-            sys.exit(FAILED)
+            sys.stderr.flush()
+            os._exit(FAILED)  # at once: what would tidy up meets the same error, and may crash or hang
 
 
 def make_machine(dry_run: bool) -> Machine:

@@ -97,6 +97,9 @@ for name in sys.argv[1:]:
         os._exit(9)
     if name == "hangs":
         time.sleep(60)
+    if name == "crashes at exit" and len(sys.argv) > 2:
+        print(json.dumps({"end": name, "took": 0.0, "error": "wrong"}), flush=True)
+        os._exit(139)
     result = {"error": "wrong"} if name == "fails" else {"result": {"pid": os.getpid()}}
     print(json.dumps({"end": name, "took": 0.0, **result}), flush=True)
     if name == "fails":
@@ -122,6 +125,18 @@ def test_tasks_after_a_bad_one_run_in_a_new_process(bad: str, error: str) -> Non
     assert list(results) == ["a", bad, "b"]
     assert results[bad]["error"] == error
     assert results["a"]["result"] != results["b"]["result"]
+
+
+def test_process_that_ends_between_tasks_is_no_tasks_fault() -> None:
+    results = run_tasks("a", "crashes at exit", "b")
+
+    assert "result" in results["b"]
+
+
+def test_process_that_never_begins_ends_the_check() -> None:
+    results = supervise([sys.executable, "-c", "raise SystemExit(1)"], ("a", "b"), total_seconds=60)
+
+    assert results == {"a": {"error": "its process ended with status 1"}}
 
 
 def test_task_that_hangs_is_ended() -> None:

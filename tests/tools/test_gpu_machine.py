@@ -1,7 +1,8 @@
 """How gpu_check times a GPU, with a stand-in for CuPy whose clock is known."""
 
+import contextlib
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,8 +13,9 @@ import pytest
 
 from cupaged.kernels.compile import Compiled, Resources
 from cupaged.kernels.launch import SOURCES
-from tools.gpu_machine import CHUNK, NUM_REPEATS, GpuMachine, calls_of_a_graph
+from tools.gpu_machine import CHUNK, NUM_REPEATS, GpuMachine, calls_of_a_graph, time_sdpa
 from tools.kernel_cases import TIMED
+from tools.kernel_cases.case import Attention
 from tools.kernel_cases.launches import record
 from tools.machine import EmulatedMachine, launch_overhead, summarize, time_case
 
@@ -206,6 +208,63 @@ def test_host_time_of_a_launch_is_taken_on_any_machine(machine: GpuMachine) -> N
     function, kernel = launch_overhead(machine, TIMED[0])
 
     assert 0 < kernel < function < 1e-3
+
+
+class Torch:
+    """The few names of torch that are used, on one stream, where attention takes CALL_SECONDS."""
+
+    bfloat16, float16 = "bfloat16", "float16"
+
+    def __init__(self) -> None:
+        self.stream = Stream()
+        self.asked: list[tuple[list[Any], bool]] = []
+        self.cuda = SimpleNamespace(
+            Event=lambda enable_timing: TorchEvent(self.stream),  # noqa: ARG005
+            CUDAGraph=lambda: SimpleNamespace(),
+            graph=self.capture,
+        )
+        self.nn = SimpleNamespace(functional=SimpleNamespace(scaled_dot_product_attention=self.attend))
+
+    def randn(self, shape: tuple[int, ...], dtype: str, device: str) -> Any:
+        return shape, dtype, device
+
+    def attend(self, *qkv: Any, is_causal: bool, enable_gqa: bool) -> None:
+        assert enable_gqa
+        self.asked.append((list(qkv), is_causal))
+        self.stream.work(CALL_SECONDS)
+
+    @contextlib.contextmanager
+    def capture(self, graph: Any) -> Iterator[None]:
+        self.stream.begin_capture()
+        yield
+        captured = self.stream.end_capture()
+        graph.replay = lambda: captured.launch(self.stream)
+
+
+class TorchEvent(Event):
+    """Records when it is told to."""
+
+    def __init__(self, stream: Stream) -> None:
+        self.stream = stream
+
+    def record(self) -> None:
+        self.clock = self.stream.record().clock
+
+    def elapsed_time(self, end: Event) -> float:
+        return (end.clock - self.clock) * 1e3
+
+
+@pytest.mark.parametrize(("num_queries", "causal"), [(1, False), (64, True)])
+def test_torch_is_asked_for_the_same_attention(num_queries: int, causal: bool) -> None:
+    torch = Torch()
+
+    times = time_sdpa(torch, Attention("bf16", 3, num_queries, 64, 8, 2, 128), 60 << 20)
+
+    shapes = [(3, 8, num_queries, 128), (3, 2, 64, 128), (3, 2, 64, 128)]
+    assert torch.asked[0] == ([(shape, "bfloat16", "cuda") for shape in shapes], causal)
+    num_bytes = 2 * 3 * 128 * (8 * num_queries + 2 * 2 * 64)
+    assert times.num_sets == max(2, -(-3 * (60 << 20) // num_bytes))
+    assert times.seconds == pytest.approx(CALL_SECONDS)
 
 
 def test_dry_run_has_the_same_names_as_a_gpu(machine: GpuMachine) -> None:
