@@ -1,8 +1,8 @@
 """What the launches of both attention kernels, paged_decode and paged_prefill, have in common."""
 
-from math import e, log2, prod
+from math import e, log2
 
-from cupaged.kernels.launch import Array, element_type, require_packed, row_stride
+from cupaged.kernels.launch import Array, element_type, layer_place, require_packed, row_stride
 
 HEAD_DIMS = (64, 80, 96, 128, 192, 256)
 ALL_TOKENS = 2**31 - 1  # a window that has no end
@@ -23,11 +23,7 @@ def element_of(q: Array, pool: Array, out: Array) -> str:
 
 def strides_of(q: Array, pool: Array, layer: int, block_tables: Array) -> tuple[int, int, int, int]:
     """Return q_stride, block_stride, layer_offset and table_stride, in elements, as kernels take them."""
-    num_layers = pool.shape[1]
-    assert 0 <= layer < num_layers, f"layer {layer} of {num_layers}"
-    block_stride = row_stride(pool, inner=5, unit=16)
-    layer_offset = layer * prod(pool.shape[2:])
-    return row_stride(q, inner=2, unit=16), block_stride, layer_offset, row_stride(block_tables)
+    return row_stride(q, inner=2, unit=16), *layer_place(pool, layer), row_stride(block_tables)
 
 
 def window_of(sliding_window: int) -> int:

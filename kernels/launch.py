@@ -6,6 +6,7 @@ Device is CuPy's (backend/device.py); in the tests it is emulated on the CPU, by
 
 import re
 from collections.abc import Mapping
+from math import prod
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
@@ -111,6 +112,16 @@ def row_stride(x: Array, inner: int = 1, unit: int = 1) -> int:
     assert is_packed(x, inner), f"a row of shape {x.shape[-inner:]} has strides {x.strides[-inner:]}"
     assert stride % unit == 0 or x.shape[-1 - inner] <= 1, f"rows lie {stride} bytes apart"
     return int(stride) // int(x.dtype.itemsize)
+
+
+def layer_place(pool: Array, layer: int) -> tuple[int, int]:
+    """Return block_stride and layer_offset, in elements, by which kernels find a layer in the KV cache.
+
+    pool T[num_blocks, num_layers, 2, num_kv_heads, block_size, head_dim].
+    """
+    num_layers = pool.shape[1]
+    assert 0 <= layer < num_layers, f"layer {layer} of {num_layers}"
+    return row_stride(pool, inner=5, unit=16), layer * prod(pool.shape[2:])
 
 
 def row_units(x: Array, name: str) -> int:
