@@ -63,6 +63,12 @@ def test_shapes_without_memory_look_as_arrays_do() -> None:
     assert made.reshape(12, 16).view(np.uint16).shape == (12, 16)
 
 
+def test_shapes_without_memory_can_be_printed() -> None:
+    made = ShapeArrays().normal((1 << 20, 1 << 20), np.float16)
+
+    assert f"{made[1:]} {[made.reshape(-1)]}" == "float16[1048575, 1048576] [float16[1099511627776]]"
+
+
 @pytest.mark.parametrize("case", ALL, ids=lambda case: case.name)
 def test_launches_are_noted_without_memory(case: Case) -> None:
     tracemalloc.start()

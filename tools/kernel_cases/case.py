@@ -133,6 +133,15 @@ class HostArrays:
         return np.random.Philox(key=key).random_raw(int(np.prod(shape))).reshape(shape)
 
 
+class ShapeArray(np.ndarray[Any, Any]):
+    """An array without its memory; a failed test may print it all the same."""
+
+    def __repr__(self) -> str:
+        return f"{self.dtype}{list(self.shape)}"
+
+    __str__ = __repr__
+
+
 class ShapeArrays:
     """NumPy arrays of any size with shape, dtype and strides but one element of memory, to look at only."""
 
@@ -144,7 +153,8 @@ class ShapeArrays:
 
     def unwritten(self, shape: Shape, dtype: Any = np.float32) -> Array:
         strides = np.cumprod((np.dtype(dtype).itemsize, *shape[:0:-1]))[::-1]
-        return np.lib.stride_tricks.as_strided(np.zeros(1, dtype), shape, strides.tolist())
+        one = np.zeros(1, dtype).view(ShapeArray)
+        return np.lib.stride_tricks.as_strided(one, shape, strides.tolist(), subok=True)
 
     def array(self, values: NDArray[Any]) -> Array:
         return np.ascontiguousarray(values)
