@@ -2,7 +2,9 @@
 
 It prints a line of JSON as each task begins and as it ends, and nothing else reaches its standard output.
 After an error it ends itself, for a GPU that met one is of no more use to this process; gpu_check then starts
-another one for the tasks that are left.
+another one for the tasks that are left. By itself it serves other tools on a GPU machine:
+
+    compute-sanitizer python3 -m tools.gpu_worker versions "golden probe-ldmatrix"
 """
 
 import argparse
