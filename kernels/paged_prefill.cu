@@ -4,8 +4,8 @@
 // share each load of keys and values, however many they are. A block does ROWS consecutive rows of a sequence for one
 // KV head, and walks the tokens that they see in tiles of KV_TILE counted from position 0. What a row gets is the same,
 // bit for bit, whatever the batch, the chunk that it came in, and the rows beside it, for a row of the same sequence
-// that needs a tile which this row does not see leaves this one as it was. But values there must be finite: they are
-// multiplied by 0.
+// that needs a tile which this row does not see leaves this one as it was: values there are multiplied by 0, and all in
+// the cache are finite, as rope_kv_write sees to.
 //   out            T[num_tokens, num_heads, HEAD_DIM]
 //   q              T[num_tokens, num_heads, HEAD_DIM], q_stride elements from token to token
 //   pool           T[num_blocks, num_layers, 2, num_kv_heads, block_size, HEAD_DIM], block_stride elements from block

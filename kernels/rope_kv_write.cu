@@ -1,6 +1,8 @@
 // rope_kv_write.cu: norm and rotate the heads of q and k, write this step's keys and values into the paged cache.
 //   q             T[num_tokens, num_heads, head_dim], in place, tokens q_stride elements apart
-//   k, v          T[num_tokens, num_kv_heads, head_dim], only read: what comes of k is in the cache alone
+//   k, v          T[num_tokens, num_kv_heads, head_dim], only read: what comes of k is in the cache alone. The cache has
+//                 finite values only: of a value that is not, the key becomes NaN, and so does what sees the token. What
+//                 does not see it may still multiply its value by a weight of 0
 //   pool          T[num_blocks, num_layers, 2, num_kv_heads, block_size, head_dim], by block_stride and layer_offset
 //   positions     int32[num_tokens]
 //   slot_mapping  int32[num_tokens], -1 = padding: q is rotated, the cache is left alone
@@ -8,23 +10,23 @@
 //   q_norm,
 //   k_norm        T[head_dim], RMS norm of each head before the rotation, times (weight_offset + it); or null
 //   -D            ELEMENT, THREADS (a multiple of 32), LANES (a power of two up to 32, at least head_dim / PAIR)
-// LANES lanes share a head of a token, and each has two 16-byte units of it. A pair is two numbers rotary_dim / 2 apart
-// (neighbours if interleaved); a lane's units lie just so far apart that it has both. Only where rotary_dim is no
-// multiple of two units (20 of 80 dimensions) pairs lie in two lanes, which exchange them through shared memory.
-// num_norms is how many of q_norm and k_norm are given. The last sum in `bytes` is how many warps have some of q or k
-// of a token, for each of them reads its cosines and sines.
+// LANES lanes share a head of a token, of q or of both k and v, and each has two 16-byte units of it. A pair is two
+// numbers rotary_dim / 2 apart (neighbours if interleaved); a lane's units lie just so far apart that it has both. Only
+// where rotary_dim is no multiple of two units (20 of 80 dimensions) pairs lie in two lanes, which exchange them
+// through shared memory. num_norms is how many of q_norm and k_norm are given. The last sum in `bytes` is how many
+// warps have some of a token, for each of them reads its cosines and sines.
 //
 // kernel rope_kv_write
-//   grid       ceil_div(num_tokens * (num_heads + 2 * num_kv_heads) * LANES, THREADS), block THREADS
+//   grid       ceil_div(num_tokens * (num_heads + num_kv_heads) * LANES, THREADS), block THREADS
 //   bytes      num_tokens * (2 * num_heads + 4 * num_kv_heads) * ceil_div(head_dim * sizeof_T, 64) * 64
-//              + ceil_div(num_tokens * (num_heads + 2 * num_kv_heads) * LANES, 32) * 64
+//              + ceil_div(num_tokens * (num_heads + num_kv_heads) * LANES, 32) * 64
 //              + (rotary_dim * (4 if interleaved else 16 // sizeof_T) + num_norms * head_dim * sizeof_T // 2)
-//                * sum(((t + 1) * (num_heads + 2 * num_kv_heads) - num_kv_heads - 1) * LANES // 32
-//                      - t * (num_heads + 2 * num_kv_heads) * LANES // 32 + 1 for t in range(num_tokens))
+//                * sum(((t + 1) * (num_heads + num_kv_heads) - 1) * LANES // 32
+//                      - t * (num_heads + num_kv_heads) * LANES // 32 + 1 for t in range(num_tokens))
 //   unique     num_tokens * ((2 * num_heads + 4 * num_kv_heads) * head_dim * sizeof_T + rotary_dim * 4 + 8)
 //              + num_norms * head_dim * sizeof_T
 //   flops      num_tokens * (num_heads + num_kv_heads) * (3 * rotary_dim + 2 * num_norms * head_dim)
-//   registers  48
+//   registers  56
 //   shared     0 if rotary_dim * sizeof_T % 32 == 0 else THREADS // LANES * head_dim * 4
 #include "gpu.cuh"
 
@@ -125,10 +127,41 @@ DEVICE void norm_head(Part& x, const int (&unit)[2], const T* weight, int head_d
   }
 }
 
-// Where the cache keeps a head of K or V in a slot.
+// Where the cache keeps a head of K in a slot.
 DEVICE T* in_cache(T* pool, int slot, int head, int head_dim, int block_size, int64_t block_stride) {
   const int row = head * block_size + slot % block_size;
   return pool + slot / block_size * block_stride + static_cast<int64_t>(row) * head_dim;
+}
+
+// The word of infinities: these bits are all set in infinities and NaN alone.
+DEVICE constexpr uint32_t infinities(float) { return 0x7f800000u; }
+DEVICE constexpr uint32_t infinities(bf16) { return 0x7f807f80u; }
+DEVICE constexpr uint32_t infinities(f16) { return 0x7c007c00u; }
+
+// Whether all elements of a word are finite: one more in the last place of an exponent does not reach the sign.
+DEVICE bool is_finite(uint32_t word) {
+  constexpr uint32_t EXPONENTS = infinities(T{}), LAST = EXPONENTS & ~(EXPONENTS << 1);
+  return ((word & EXPONENTS) + LAST & EXPONENTS << 1 & ~EXPONENTS) == 0;
+}
+
+// Copy the lane's units of a value, a unit that is not finite as zeros. Returns whether both are.
+DEVICE bool copy_finite(T* to, const T* from, const int (&unit)[2]) {
+  bool all = true;
+#pragma unroll
+  for (int u = 0; u < 2; u++) {
+    uint4 words = load16(from + unit[u] * UNIT);
+    const bool own = is_finite(words.x) && is_finite(words.y) && is_finite(words.z) && is_finite(words.w);
+    if (!own) words = make_uint4(0, 0, 0, 0);
+    if (to != nullptr) store16(to + unit[u] * UNIT, words);
+    all &= own;
+  }
+  return all;
+}
+
+// Whether something is true for one of the LANES lanes that share a head.
+DEVICE bool any_of_head(bool own) {
+  const uint32_t lanes = __ballot_sync(ALL_LANES, own);
+  return lanes << (WARP - LANES - threadIdx.x % WARP / LANES * LANES) >> (WARP - LANES) != 0;
 }
 
 KERNEL(THREADS)
@@ -139,10 +172,10 @@ rope_kv_write(T* __restrict__ q, const T* __restrict__ k, const T* __restrict__ 
               int interleaved, int64_t q_stride, int64_t k_stride, int64_t v_stride, int64_t block_stride,
               int64_t layer_offset, float eps, float weight_offset) {
   DYNAMIC_SHARED(exchanged);
-  const int num_rows = num_heads + 2 * num_kv_heads;  // of a token: the heads of q, of k, of v
+  const int num_rows = num_heads + num_kv_heads;  // of a token: the heads of q, then those of k and v
   const int index = (blockIdx.x * THREADS + threadIdx.x) / LANES, token = index / num_rows, head = index % num_rows;
-  const int kv_head = head - num_heads;  // of k, then of v, as in the cache
-  const bool is_q = kv_head < 0, is_v = kv_head >= num_kv_heads;
+  const int kv_head = head - num_heads;
+  const bool is_q = kv_head < 0;
   const int lane = threadIdx.x % LANES, num_lanes = head_dim / PAIR;
   const bool is_here = token < num_tokens && lane < num_lanes;
 
@@ -155,28 +188,33 @@ rope_kv_write(T* __restrict__ q, const T* __restrict__ k, const T* __restrict__ 
   Part x = {};
   T* to = nullptr;
   const float* cos = reinterpret_cast<const float*>(cos_sin);
+  bool finite = true;
   if (is_here) {
-    const int position = is_v ? 0 : positions[token], slot = is_q ? -1 : slot_mapping[token];
     T* const own = q + token * q_stride + head * head_dim;
-    const T* const from = is_v ? v + token * v_stride + (kv_head - num_kv_heads) * head_dim
-                               : k + token * k_stride + kv_head * head_dim;
+    const T* const from = k + token * k_stride + kv_head * head_dim;
 #pragma unroll
     for (int u = 0; u < 2; u++) unpack16<T>(x[u], is_q ? read16(own + unit[u] * UNIT) : load16(from + unit[u] * UNIT));
-    cos += static_cast<int64_t>(position) * rotary_dim;
+    cos += static_cast<int64_t>(positions[token]) * rotary_dim;
     if (is_q) {
       to = own;
-    } else if (slot >= 0) {
-      to = in_cache(pool + layer_offset, slot, kv_head, head_dim, block_size, block_stride);
+    } else {
+      const int slot = slot_mapping[token], values = num_kv_heads * block_size * head_dim;  // behind the keys
+      if (slot >= 0) to = in_cache(pool + layer_offset, slot, kv_head, head_dim, block_size, block_stride);
+      finite = copy_finite(to == nullptr ? to : to + values, v + token * v_stride + kv_head * head_dim, unit);
     }
   }
+  if (any_of_head(!finite)) {
+#pragma unroll
+    for (int i = 0; i < PAIR; i++) x[i / UNIT][i % UNIT] = __int_as_float(0x7fffffff);  // NaN, and so whatever is done
+  }
   if (q_norm != nullptr || k_norm != nullptr) {
-    norm_head(x, unit, !is_here || is_v ? nullptr : is_q ? q_norm : k_norm, head_dim, eps, weight_offset);
+    norm_head(x, unit, !is_here ? nullptr : is_q ? q_norm : k_norm, head_dim, eps, weight_offset);
   }
   if (is_paired) {
-    if (is_here && !is_v) rotate_own(x, unit, cos, rotary_dim, interleaved);
+    if (is_here) rotate_own(x, unit, cos, rotary_dim, interleaved);
   } else {
     float* const all = reinterpret_cast<float*>(exchanged) + threadIdx.x / LANES * head_dim;
-    rotate_exchanged(x, unit, all, cos, is_here && !is_v ? rotary_dim : 0, num_lanes, interleaved);
+    rotate_exchanged(x, unit, all, cos, is_here ? rotary_dim : 0, num_lanes, interleaved);
   }
   if (to == nullptr) return;
 #pragma unroll

@@ -1,13 +1,20 @@
 """Rotate q and k by their positions and scatter this step's keys and values into the paged cache."""
 
-from math import prod
 from typing import Any
 
 import numpy as np
 
 from cupaged.jit import njit, prange
 from cupaged.kernels.bits import store
-from cupaged.kernels.launch import Array, Device, ceil_div, element_type, require_packed, row_stride
+from cupaged.kernels.launch import (
+    Array,
+    Device,
+    ceil_div,
+    element_type,
+    layer_place,
+    require_packed,
+    row_stride,
+)
 from cupaged.kernels.rms_norm import inverse_rms
 
 THREADS = 128  # a block
@@ -41,6 +48,17 @@ def norm_head(head: Any, weight: Any, eps: Any, weight_offset: Any) -> None:
             head[j] = head[j] * scale * (weight_offset + weight[j])
 
 
+@njit
+def make_finite(value: Any, key: Any) -> None:
+    """Replace what is not finite in a value, and then all of its key by NaN."""
+    lost = False
+    for j in range(value.shape[0]):
+        if not abs(value[j]) < np.inf:
+            value[j], lost = 0, True
+    if lost:
+        key[:] = np.nan
+
+
 # For jit.specialize; {} is the KV cache's type, f4 or u2 (the bits of bfloat16).
 SIGNATURE = (
     "void(f4[:,:,:],f4[:,:,:],f4[:,:,:],{}[:,:,:,:,:,::1],i8,i4[::1],i4[::1],f4[:,::1],f4[::1],f4[::1],f4,"
@@ -52,7 +70,7 @@ SIGNATURE = (
 def rope_kv_write_cpu(
     q: Any,  # float32[num_tokens, num_heads, head_dim], changed in place
     k: Any,  # float32[num_tokens, num_kv_heads, head_dim], undefined afterwards: keys are read from the cache
-    v: Any,
+    v: Any,  # undefined afterwards
     pool: Any,  # T[num_blocks, num_layers, 2, num_kv_heads, block_size, head_dim]
     layer: int,
     positions: Any,  # int32[num_tokens]
@@ -66,7 +84,8 @@ def rope_kv_write_cpu(
 ) -> None:
     """Norm and rotate q and k, write k (transposed in its tile) and v to the cache.
 
-    Padding gets its q rotated like any token, and nothing written to the cache.
+    Padding gets its q rotated like any token, and nothing written to the cache. The cache has finite values
+    only: of one that is not, the key becomes NaN, and so does what sees the token; nothing else does.
     """
     block_size, head_dim = pool.shape[4], pool.shape[5]
     for token in prange(q.shape[0]):
@@ -80,6 +99,7 @@ def rope_kv_write_cpu(
             for h in range(k.shape[1]):
                 norm_head(k[token, h], k_norm, eps, weight_offset)
                 rotate(k[token, h], angles, interleaved)
+                make_finite(v[token, h], k[token, h])
                 keys = pool[block, layer, 0, h].reshape(head_dim, block_size)
                 values = pool[block, layer, 1, h]
                 for d in range(head_dim):
@@ -105,7 +125,8 @@ def rope_kv_write_cuda(
 ) -> None:
     """Norm and rotate q and k, write k and v to the cache.
 
-    Padding gets its q rotated like any token, and nothing written to the cache.
+    Padding gets its q rotated like any token, and nothing written to the cache. The cache has finite values
+    only: of one that is not, the key becomes NaN, and so does what sees the token; nothing else does.
     """
     num_tokens, num_heads, head_dim = q.shape
     num_kv_heads, block_size = pool.shape[3:5]
@@ -125,29 +146,12 @@ def rope_kv_write_cuda(
     element = element_type(q, k, v, pool, q_norm, k_norm)
     kernel = device.kernel("rope_kv_write", "rope_kv_write", ELEMENT=element, THREADS=THREADS, LANES=lanes)
     shapes = (num_tokens, num_heads, num_kv_heads, head_dim, rotary_dim, block_size, int(interleaved))
-    strides = (
-        *(row_stride(x, inner=2, unit=16) for x in (q, k, v)),
-        row_stride(pool, inner=5, unit=16),
-        layer * prod(pool.shape[2:]),
-    )
+    strides = (*(row_stride(x, inner=2, unit=16) for x in (q, k, v)), *layer_place(pool, layer))
+    arrays = (q, k, v, pool, positions, slot_mapping, cos_sin, q_norm, k_norm)
     kernel(
         (ceil_div(num_tokens * (num_heads + 2 * num_kv_heads) * lanes, THREADS), 1, 1),
         THREADS,
-        (
-            q,
-            k,
-            v,
-            pool,
-            positions,
-            slot_mapping,
-            cos_sin,
-            q_norm,
-            k_norm,
-            *shapes,
-            *strides,
-            eps,
-            weight_offset,
-        ),
+        (*arrays, *shapes, *strides, eps, weight_offset),
         # Where a pair lies in two lanes, they exchange each head through shared memory as float32.
         shared_bytes=THREADS // lanes * head_dim * 4 if rotary_dim % pair else 0,
     )

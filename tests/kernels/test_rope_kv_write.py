@@ -130,6 +130,22 @@ def test_bfloat16_cache_holds_the_rounded_float32_result() -> None:
     assert np.array_equal(half.pool.astype(np.float32), expected, equal_nan=True)
 
 
+@pytest.mark.parametrize("bad", [np.inf, -np.inf, np.nan])
+def test_value_that_is_not_finite_makes_its_key_nan(bad: float) -> None:
+    step = Step()
+    step.qkv[3, -1, 5] = bad
+
+    step.run()
+
+    blocks, offsets = np.divmod(step.slots, BLOCK_SIZE)
+    values = step.pool[blocks, LAYER, 1, :, offsets]
+    keys = step.pool[:, LAYER, 0].reshape(NUM_BLOCKS, step.num_kv_heads, step.head_dim, BLOCK_SIZE)
+    lost = np.isnan(keys[blocks, :, :, offsets])
+    assert np.isfinite(values).all()
+    assert lost[3, 1].all()
+    assert lost.sum() == step.head_dim
+
+
 def test_single_token_is_accepted_like_many() -> None:
     step = Step(num_tokens=1)
 

@@ -203,6 +203,24 @@ def test_nan_stays_in_its_head(device: EmulatedDevice) -> None:
     step.check()
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("bad", [np.inf, -np.inf, np.nan])
+def test_value_that_is_not_finite_makes_its_key_nan(device: EmulatedDevice, bad: float, dtype: Any) -> None:
+    step = CudaStep(num_tokens=66, block_size=32, dtype=dtype)
+    for d in range(64):  # wherever it stands
+        step.split(step.qkv)[2][d, 1, d] = bad
+    step.split(step.qkv)[2][64] = np.finfo(np.float16).max
+
+    step.run(device)
+
+    lost = np.zeros((66, 2), bool)
+    lost[:64, 1] = True
+    assert np.array_equal(np.isnan(step.cached(0).astype(np.float32)).all(-1), lost)
+    assert np.array_equal(np.isnan(step.cached(0).astype(np.float32)).any(-1), lost)
+    assert np.isfinite(step.cached(1).astype(np.float32)).all()
+    assert np.array_equal(step.cached(1)[~lost], step.split(step.qkv)[2][~lost])
+
+
 def test_block_beyond_2_to_the_31_elements_is_reached(tmp_path: Path) -> None:
     step = CudaStep(num_tokens=1, num_heads=1, num_kv_heads=1)
     last = 2**31 // step.pool[0].size
