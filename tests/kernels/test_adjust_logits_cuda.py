@@ -40,10 +40,10 @@ PENALTIES = ("counts", "repetition_penalty", "frequency_penalty", "presence_pena
 BIAS, BANS = ("bias_start", "bias_ids", "bias"), ("banned_start", "banned")
 
 
+@pytest.mark.usefixtures("small_chunks")
 @pytest.mark.parametrize("vocab_size", VOCAB_SIZES)
 @pytest.mark.parametrize("absent", [(), PENALTIES, BIAS, BANS, PENALTIES + BIAS + BANS])
 def test_bits_are_the_twins(
-    small_chunks: None,  # noqa: ARG001
     device: EmulatedDevice,
     vocab_size: int,
     absent: tuple[str, ...],
@@ -67,8 +67,9 @@ def test_bits_are_the_twins_in_blocks_as_large_as_in_use(device: EmulatedDevice)
     assert np.array_equal(found.view(np.uint32), expected.view(np.uint32))
 
 
+@pytest.mark.usefixtures("small_chunks")
 @pytest.mark.parametrize("vocab_size", VOCAB_SIZES)
-def test_counts_are_the_twins(small_chunks: None, device: EmulatedDevice, vocab_size: int) -> None:  # noqa: ARG001
+def test_counts_are_the_twins(device: EmulatedDevice, vocab_size: int) -> None:
     *args, found = make_histories(vocab_size)
     rows, flags = args[:2]
     expected, token_ids = found.copy(), np.array([0, vocab_size - 1, 0, 0], np.int32)
@@ -82,7 +83,8 @@ def test_counts_are_the_twins(small_chunks: None, device: EmulatedDevice, vocab_
     assert np.array_equal(found, expected)
 
 
-def test_order_of_threads_changes_no_bit(small_chunks: None) -> None:  # noqa: ARG001
+@pytest.mark.usefixtures("small_chunks")
+def test_order_of_threads_changes_no_bit() -> None:
     step = make_step(500)
     *args, before = make_histories(500)
     adjusted, counts = np.empty_like(step.logits), np.empty_like(before)

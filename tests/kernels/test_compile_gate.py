@@ -64,8 +64,9 @@ def cubins(compiler: None) -> None:  # noqa: ARG001
                 threads.submit(compile_kernels, instance.path, arch, dict(instance.constants))
 
 
+@pytest.mark.usefixtures("cubins")
 @pytest.mark.parametrize("instance", ALL, ids=str)
-def test_instance_compiles_within_its_data_sheet(cubins: None, instance: Instance) -> None:  # noqa: ARG001
+def test_instance_compiles_within_its_data_sheet(instance: Instance) -> None:
     found = [
         complaint
         for arch in ARCHITECTURES
@@ -129,6 +130,7 @@ WARNS = "int unused; out[0] = n;"
 PLAIN = "out[threadIdx.x] = n;"
 
 
+@pytest.mark.usefixtures("compiler")
 @pytest.mark.parametrize(
     ("body", "block", "shared_bytes", "message"),
     [
@@ -142,7 +144,6 @@ PLAIN = "out[threadIdx.x] = n;"
     ],
 )
 def test_gate_finds_what_is_planted(
-    compiler: None,  # noqa: ARG001
     tmp_path: Path,
     body: str,
     block: int,

@@ -48,11 +48,11 @@ def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(logprobs, "THREADS", 64)
 
 
+@pytest.mark.usefixtures("small_blocks")
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(("vocab_size", "n"), [(1, 10), (2, 20), (31, 40), (33, 40), (1000, 20)])
 @pytest.mark.parametrize("num_top", [0, 1, 20])
 def test_bits_are_the_twins(
-    small_blocks: None,  # noqa: ARG001
     device: EmulatedDevice,
     num_top: int,
     vocab_size: int,
@@ -73,9 +73,9 @@ def test_bits_are_the_twins_in_large_vocabularies(device: EmulatedDevice, vocab_
     assert_same_bits(device, logits, chosen(rng, 2, vocab_size), 5)
 
 
+@pytest.mark.usefixtures("small_blocks")
 @pytest.mark.parametrize("value", [np.nan, -np.inf, np.inf, 0.0])
 def test_bits_are_the_twins_where_all_are_the_same(
-    small_blocks: None,  # noqa: ARG001
     device: EmulatedDevice,
     value: float,
 ) -> None:
@@ -84,7 +84,8 @@ def test_bits_are_the_twins_where_all_are_the_same(
     assert_same_bits(device, logits, chosen(np.random.default_rng(2), 3, 300), MAX_TOP)
 
 
-def test_rows_may_begin_anywhere(small_blocks: None, device: EmulatedDevice) -> None:  # noqa: ARG001
+@pytest.mark.usefixtures("small_blocks")
+def test_rows_may_begin_anywhere(device: EmulatedDevice) -> None:
     rng = np.random.default_rng(3)
 
     for gap in range(1, 5):
@@ -92,7 +93,8 @@ def test_rows_may_begin_anywhere(small_blocks: None, device: EmulatedDevice) -> 
         assert_same_bits(device, logits, chosen(rng, 10, 403), 20)
 
 
-def test_order_of_threads_changes_no_bit(small_blocks: None) -> None:  # noqa: ARG001
+@pytest.mark.usefixtures("small_blocks")
+def test_order_of_threads_changes_no_bit() -> None:
     rng = np.random.default_rng(4)
     logits, args = logits_of(rng, "few", (4, 515)), chosen(rng, 4, 515)
     out = empty(4, 20)

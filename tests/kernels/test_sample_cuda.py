@@ -64,10 +64,10 @@ def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sample, "THREADS", 64)
 
 
+@pytest.mark.usefixtures("small_blocks")
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(("vocab_size", "n"), [(1, 20), (2, 60), (3, 100), (31, 150), (33, 150), (1000, 50)])
 def test_tokens_are_the_twins(
-    small_blocks: None,  # noqa: ARG001
     device: EmulatedDevice,
     vocab_size: int,
     n: int,
@@ -105,7 +105,8 @@ def test_tokens_are_the_twins_in_large_vocabularies(device: EmulatedDevice, voca
     assert found.tolist() == expected.tolist()
 
 
-def test_greedy_takes_the_lower_of_any_two_equals(small_blocks: None, device: EmulatedDevice) -> None:  # noqa: ARG001
+@pytest.mark.usefixtures("small_blocks")
+def test_greedy_takes_the_lower_of_any_two_equals(device: EmulatedDevice) -> None:
     pairs = np.array([(i, j) for i in range(31) for j in range(i + 1, 31)])
     n = len(pairs)
     logits = np.zeros((n, 31), np.float32)
@@ -116,7 +117,8 @@ def test_greedy_takes_the_lower_of_any_two_equals(small_blocks: None, device: Em
     assert found.tolist() == pairs[:, 0].tolist()
 
 
-def test_rows_may_begin_anywhere(small_blocks: None, device: EmulatedDevice) -> None:  # noqa: ARG001
+@pytest.mark.usefixtures("small_blocks")
+def test_rows_may_begin_anywhere(device: EmulatedDevice) -> None:
     rng = np.random.default_rng(2)
 
     for gap in range(1, 5):
@@ -127,7 +129,8 @@ def test_rows_may_begin_anywhere(small_blocks: None, device: EmulatedDevice) -> 
         assert found.tolist() == expected.tolist()
 
 
-def test_banned_tokens_are_never_taken(small_blocks: None, device: EmulatedDevice) -> None:  # noqa: ARG001
+@pytest.mark.usefixtures("small_blocks")
+def test_banned_tokens_are_never_taken(device: EmulatedDevice) -> None:
     rng = np.random.default_rng(3)
     logits = logits_of(rng, "strange", (200, 7))
     banned = rng.random(logits.shape) < 0.7
@@ -138,8 +141,8 @@ def test_banned_tokens_are_never_taken(small_blocks: None, device: EmulatedDevic
     assert found.tolist() == expected.tolist()
 
 
+@pytest.mark.usefixtures("small_blocks")
 def test_lowest_token_that_is_left_is_taken_where_nothing_is_above_minus_infinity(
-    small_blocks: None,  # noqa: ARG001
     device: EmulatedDevice,
 ) -> None:
     logits = np.full((39, 39), -np.inf, np.float32)
@@ -164,7 +167,8 @@ def test_block_size_changes_no_token(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(tokens) == 1
 
 
-def test_order_of_threads_changes_no_token(small_blocks: None) -> None:  # noqa: ARG001
+@pytest.mark.usefixtures("small_blocks")
+def test_order_of_threads_changes_no_token() -> None:
     rng = np.random.default_rng(6)
     logits, args = logits_of(rng, "rounded", (20, 515)), parameters(rng, 20)
     args[1][:] = -1
@@ -173,6 +177,7 @@ def test_order_of_threads_changes_no_token(small_blocks: None) -> None:  # noqa:
     assert identical_under_all_schedules(lambda device: sample_cuda(device, *[logits, *args, tokens]), tokens)
 
 
+@pytest.mark.usefixtures("small_blocks")
 @pytest.mark.parametrize(
     ("filters", "kept"),
     [
@@ -183,7 +188,6 @@ def test_order_of_threads_changes_no_token(small_blocks: None) -> None:  # noqa:
     ],
 )
 def test_tokens_are_drawn_in_proportion_to_the_softmax(
-    small_blocks: None,  # noqa: ARG001
     filters: dict[str, Any],
     kept: Sequence[int],
 ) -> None:
