@@ -3,6 +3,8 @@
     sh tools/kernel_report               the kernels and shapes in kernels/README.md
     sh tools/kernel_report --all         every kernel, compiled for every case of tools/kernel_cases
     sh tools/kernel_report --arch sm_89  resources for this architecture only; may be repeated
+    sh tools/kernel_report --decode 64x4096 --prefill 1x8192 --heads bf16-32_8x128
+                                         attention of your own shapes, sequences by tokens
     sh tools/kernel_report --markdown    write the tables into kernels/README.md
 
 Registers, spills and static shared memory are the compiler's; grid, block and dynamic shared memory what the
@@ -13,6 +15,7 @@ Times are tools/predict.py's: predictions for a GPU to test, not measurements. N
 import argparse
 import hashlib
 import json
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -24,6 +27,9 @@ from tools.gpu_specs import ARCHITECTURES, GPUS, occupancy
 from tools.kernel_cases import GOLDENS, INSTANCES, TIMED, TRAFFIC
 from tools.kernel_cases.case import Case
 from tools.kernel_cases.launches import Launch, record, sheet_value
+from tools.kernel_cases.paged import Heads, Paging
+from tools.kernel_cases.paged_decode import paged_decode
+from tools.kernel_cases.paged_prefill import paged_prefill
 from tools.kernel_counts import Counted, count
 from tools.kernel_tables import kernel_table, shape_table, write_readme
 from tools.predict import Work, predict, roofline
@@ -143,6 +149,35 @@ def shape_row(case: Case, counted: Mapping[Any, Profile]) -> dict[str, Any]:
     return row
 
 
+def decode_case(heads: Heads, num_seqs: int, length: int) -> Case:
+    """Return a decode of sequences that have `length` tokens each."""
+    return paged_decode(heads, Paging((length,) * num_seqs))
+
+
+def prefill_case(heads: Heads, num_seqs: int, length: int) -> Case:
+    """Return prefills of prompts of `length` tokens."""
+    return paged_prefill(heads, Paging((length,) * num_seqs), (length,) * num_seqs)
+
+
+def heads_of(text: str) -> Heads:
+    """Return the heads that a name such as bf16-32_8x128 stands for."""
+    match = re.fullmatch(r"(bf16|f16)-([1-9]\d*)_([1-9]\d*)x([1-9]\d*)", text)
+    if match is None or int(match[2]) % int(match[3]):
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is not ELEMENT-HEADS_KVHEADSxHEADDIM with HEADS a multiple of KVHEADS; for example "
+            "bf16-32_8x128"
+        )
+    return Heads(match[1], *map(int, match.groups()[1:]))
+
+
+def sequences(text: str) -> tuple[int, int]:
+    """Return the number of sequences and the tokens of each that a text such as 64x4096 stands for."""
+    match = re.fullmatch(r"([1-9]\d*)x([1-9]\d*)", text)
+    if match is None:
+        raise argparse.ArgumentTypeError(f"{text!r} is not SEQUENCESxTOKENS; for example 64x4096")
+    return int(match[1]), int(match[2])
+
+
 def fingerprint(cases: Sequence[Case], sources: Path = SOURCES) -> str:
     """Return a hash of all that the tables of these cases come from, but the compiler and the emulator."""
     launches = [
@@ -177,12 +212,26 @@ def main() -> None:
     parser.add_argument("--all", action="store_true", help="the kernels of all cases, not only of timed ones")
     parser.add_argument("--arch", action="append", choices=ARCHITECTURES, help="default: all four")
     parser.add_argument("--markdown", action="store_true", help="write the tables into kernels/README.md")
+    for name in ("decode", "prefill"):
+        parser.add_argument(f"--{name}", action="append", default=[], type=sequences, metavar="SEQSxTOKENS")
+    parser.add_argument("--heads", type=heads_of, default="bf16-32_8x128", help="of --decode and --prefill")
     args = parser.parse_args()
+    given = [decode_case(args.heads, *shape) for shape in args.decode]
+    given += [prefill_case(args.heads, *shape) for shape in args.prefill]
+    if given and (args.all or args.markdown):
+        parser.error("--decode and --prefill are shapes of your own; leave out --all and --markdown")
+    try:
+        for case in given:
+            record(case)
+    except ValueError as error:  # of the launch functions
+        parser.error(str(error))
+    small = [decode_case(args.heads, 1, 640), prefill_case(args.heads, 1, 97)] if given else []
+    counted = profiles([*TRAFFIC, *small])
     archs = args.arch or list(ARCHITECTURES)
-    cases = [*GOLDENS, *TIMED, *TRAFFIC, *INSTANCES] if args.all else TIMED
+    shapes = given or TIMED
+    cases = [*GOLDENS, *TIMED, *TRAFFIC, *INSTANCES] if args.all else shapes
     kernel_rows = [kernel_row(case, launch, archs) for case, launch in kernels(cases)]
-    counted = profiles(TRAFFIC)
-    shape_rows = [shape_row(case, counted) for case in TIMED]
+    shape_rows = [shape_row(case, counted) for case in shapes]
     if args.markdown:
         write_readme(readme_text(kernel_rows, shape_rows))
     print(kernel_table(kernel_rows))

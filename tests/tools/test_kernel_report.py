@@ -1,6 +1,9 @@
+import json
 import shutil
 from dataclasses import replace
 from pathlib import Path
+
+import pytest
 
 from cupaged.kernels.launch import SOURCES
 from tools.kernel_cases import TIMED
@@ -13,6 +16,7 @@ from tools.kernel_report import (
     kernel_row,
     kernels,
     key_of,
+    main,
     shape_row,
 )
 from tools.kernel_tables import kernel_table, markdown, predictions, read_readme, shape_table
@@ -77,3 +81,44 @@ def test_predictions_are_those_of_the_readme() -> None:
         assert predictions(other).keys() == found.keys()
         assert predictions(other) != found
     assert predictions("GeForce") == {}
+
+
+def test_shapes_of_ones_own_are_predicted(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shapes = ["--decode", "2x1000", "--prefill", "1x300", "--heads", "f16-4_2x64"]
+    monkeypatch.setattr("sys.argv", ["kernel_report", "--arch", "sm_90", *shapes])
+
+    main()
+
+    result = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert [row["case"] for row in result["shapes"]] == [
+        "paged_decode-f16-4_2x64-2x1000",
+        "paged_prefill-f16-4_2x64-1x300",
+    ]
+    assert all(row["gpus"]["H200"]["predicted_us"] > 0 for row in result["shapes"])
+    assert {row["constants"]["HEAD_DIM"] for row in result["kernels"]} == {64}
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--decode", "2x0"], "'2x0' is not SEQUENCESxTOKENS"),
+        (["--decode", "1x9", "--heads", "bf16-3_2x64"], "HEADS a multiple of KVHEADS"),
+        (["--prefill", "1x9", "--heads", "bf16-4_2x100"], "head_dim 100 has no attention kernels"),
+        (["--decode", "1x9", "--heads", "bf16-64_2x64"], "paged_decode takes at most 16"),
+        (["--decode", "1x9", "--markdown"], "leave out --all and --markdown"),
+    ],
+)
+def test_shapes_that_have_no_kernel_are_refused(
+    options: list[str],
+    message: str,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("sys.argv", ["kernel_report", *options])
+
+    with pytest.raises(SystemExit):
+        main()
+
+    assert message in capsys.readouterr().err.replace("\n", " ")
