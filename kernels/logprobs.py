@@ -94,6 +94,7 @@ def logprobs_cuda(
     num_top = token_ids.shape[1] - 1
     if num_top > MAX_TOP:
         raise ValueError(f"{num_top} top tokens are wanted but kernels give {MAX_TOP}; ask for fewer")
+    assert num_top <= vocab_size, f"{num_top} top tokens of {vocab_size}"
     kernel = device.kernel("logprobs", "logprobs", THREADS=THREADS, MAX_TOP=MAX_TOP)
     outputs = (token_ids, logprobs, ranks)
     args = (*outputs, logits, logit_seq, logit_target, sampled, vocab_size, num_top, row_stride(logits))

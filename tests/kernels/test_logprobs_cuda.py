@@ -102,6 +102,14 @@ def test_order_of_threads_changes_no_bit() -> None:
     assert identical_under_all_schedules(lambda device: logprobs_cuda(device, logits, *args, *out), *out)
 
 
+def test_more_top_tokens_than_there_are_is_no_launch() -> None:
+    logits, ints = np.zeros((1, 3), np.float32), np.zeros(1, np.int32)
+    outputs = np.zeros((1, 5), np.int32), np.zeros((1, 5), np.float32), ints
+
+    with pytest.raises(AssertionError, match="4 top tokens of 3"):
+        logprobs_cuda(EmulatedDevice(), logits, ints, ints, ints, *outputs)
+
+
 def test_too_many_top_tokens_are_an_error() -> None:
     rng = np.random.default_rng(5)
     logits = np.zeros((1, 1000), np.float32)
