@@ -63,10 +63,11 @@ def test_shapes_without_memory_look_as_arrays_do() -> None:
     assert made.reshape(12, 16).view(np.uint16).shape == (12, 16)
 
 
-def test_shapes_without_memory_can_be_printed() -> None:
-    made = ShapeArrays().normal((1 << 20, 1 << 20), np.float16)
+def test_shapes_without_memory_can_be_read_as_a_failed_test_reads_them() -> None:
+    made = ShapeArrays().normal((1 << 20, 1 << 20), ml_dtypes.bfloat16)
 
-    assert f"{made[1:]} {[made.reshape(-1)]}" == "float16[1048575, 1048576] [float16[1099511627776]]"
+    assert "0, 0, 0, ..., 0, 0, 0" in repr((made[1:], [made.reshape(-1)]))
+    assert (made[-1] == made[0]).all()
 
 
 @pytest.mark.parametrize("case", ALL, ids=lambda case: case.name)

@@ -4,9 +4,11 @@ A case names one call of a launch function: on small arrays to compare what come
 ones to time it (gpu_check), on arrays without memory to learn what it launches (launches.py).
 """
 
+import mmap
 import zlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from math import prod
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
@@ -133,17 +135,8 @@ class HostArrays:
         return np.random.Philox(key=key).random_raw(int(np.prod(shape))).reshape(shape)
 
 
-class ShapeArray(np.ndarray[Any, Any]):
-    """An array without its memory; a failed test may print it all the same."""
-
-    def __repr__(self) -> str:
-        return f"{self.dtype}{list(self.shape)}"
-
-    __str__ = __repr__
-
-
 class ShapeArrays:
-    """NumPy arrays of any size with shape, dtype and strides but one element of memory, to look at only."""
+    """NumPy arrays of any size, of zeros that take no memory until somebody reads them: to look at only."""
 
     def normal(self, shape: Shape, dtype: Any = np.float32, spread: float = 1.0) -> Array:  # noqa: ARG002
         return self.unwritten(shape, dtype)
@@ -152,9 +145,9 @@ class ShapeArrays:
         return self.unwritten(shape, np.int32)
 
     def unwritten(self, shape: Shape, dtype: Any = np.float32) -> Array:
-        strides = np.cumprod((np.dtype(dtype).itemsize, *shape[:0:-1]))[::-1]
-        one = np.zeros(1, dtype).view(ShapeArray)
-        return np.lib.stride_tricks.as_strided(one, shape, strides.tolist(), subok=True)
+        num_bytes = prod(shape) * np.dtype(dtype).itemsize
+        pages = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, prot=mmap.PROT_READ)
+        return np.frombuffer(pages, np.uint8).view(dtype).reshape(shape)
 
     def array(self, values: NDArray[Any]) -> Array:
         return np.ascontiguousarray(values)
