@@ -92,7 +92,7 @@ H200 = Gpu(
     tensor_flops=989e12,
     mma_share=0.63,
     attention_share=0.35,
-    l2_bytes=50 << 20,
+    l2_bytes=60 << 20,  # as one reported, through PyTorch
     l2_bandwidth=6.0e12,
 )
 GPUS = (A100, H100, H200)
