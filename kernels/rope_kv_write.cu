@@ -1,8 +1,8 @@
 // rope_kv_write.cu: norm and rotate the heads of q and k, write this step's keys and values into the paged cache.
 //   q             T[num_tokens, num_heads, head_dim], in place, tokens q_stride elements apart
-//   k, v          T[num_tokens, num_kv_heads, head_dim], only read: what comes of k is in the cache alone. Values in the
-//                 cache are finite: of one that is not, the key becomes NaN, and so does all that sees the token, but
-//                 nothing else does, though attention may multiply values that are not seen by a weight of 0
+//   k, v          T[num_tokens, num_kv_heads, head_dim], only read: what comes of k is in the cache alone. Values in
+//                 the cache are finite: of one that is not, the key becomes NaN, and so does all that sees the token,
+//                 but nothing else does, though attention may multiply values that are not seen by a weight of 0
 //   pool          T[num_blocks, num_layers, 2, num_kv_heads, block_size, head_dim], by block_stride and layer_offset
 //   positions     int32[num_tokens]
 //   slot_mapping  int32[num_tokens], -1 = padding: q is rotated, the cache is left alone
