@@ -109,7 +109,7 @@ class TinyLayer:
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 def test_measured_arena_is_exactly_enough_and_nothing_else_is_allocated(dtype: str) -> None:
-    backend = CpuBackend(dtype)
+    backend = CpuBackend(dtype, num_threads=1)  # each thread has scratch of its own
     layer, batch = TinyLayer(backend), create_batch([1, 633, 5])
     num_bytes = backend.measure(lambda: layer.run(batch))
     backend.create_arena(num_bytes)
