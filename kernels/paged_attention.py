@@ -14,7 +14,7 @@ import numpy as np
 from cupaged.jit import njit, prange
 from cupaged.kernels.bits import exp
 from cupaged.kernels.launch import Array, Device
-from cupaged.kernels.paged_decode import paged_decode_cuda
+from cupaged.kernels.paged_decode import MAX_GROUP, paged_decode_cuda
 from cupaged.kernels.paged_prefill import paged_prefill_cuda
 from cupaged.kernels.tile import ROWS, VECTOR, Places, multiply_rows
 from cupaged.kernels.tree import BLOCK, tree_max, tree_sum
@@ -259,7 +259,12 @@ def paged_attention_cuda(
     max_splits: int,  # num_splits(seq_lens[:num_decodes]) or more
     max_seq_len: int,  # max(seq_lens[:num_decodes]) or more
 ) -> None:
-    """Attend from every query of the step to the cached keys up to its own."""
+    """Attend from every query of the step to the cached keys up to its own.
+
+    Decodes of a group that paged_decode does not take go with the prefills, where any group may be.
+    """
+    if q.shape[1] > MAX_GROUP * pool.shape[3]:
+        num_decodes = 0
     shared = {
         "scale": scale,
         "sliding_window": sliding_window,

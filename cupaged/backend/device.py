@@ -41,6 +41,9 @@ class CudaKernel:
             return
         if shared_bytes > self._shared_bytes:  # a block gets more than 48 KiB only if the kernel may have it
             self._function.max_dynamic_shared_size_bytes = shared_bytes
+            # Percent of what L1 and shared memory have together: the blocks an SM holds must not be fewer
+            # because the driver left more of it to L1.
+            self._function.preferred_shared_memory_carveout = 100
             self._shared_bytes = shared_bytes
         values = list(args)
         for i, parameter in self._pointers:

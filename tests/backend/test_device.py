@@ -40,6 +40,7 @@ class Gpu:
         self.load_error: Exception | None = None
         self.compiled: list[tuple[str, str, dict[str, Any]]] = []
         self.shared_limits: list[int] = []
+        self.carveouts: list[int] = []
         self.launches: list[tuple[Any, ...]] = []  # what the driver gets, arguments read from memory
 
     def launch(self, *call: Any) -> None:
@@ -57,8 +58,11 @@ class Gpu:
             kernel = SimpleNamespace(ptr=0xF00)
 
             def __setattr__(self, name: str, value: int) -> None:
-                assert name == "max_dynamic_shared_size_bytes"
-                gpu.shared_limits.append(value)
+                if name == "preferred_shared_memory_carveout":
+                    gpu.carveouts.append(value)
+                else:
+                    assert name == "max_dynamic_shared_size_bytes"
+                    gpu.shared_limits.append(value)
 
         def get_function(_: str) -> Any:
             if gpu.load_error:  # a module is loaded when the first function is asked for
@@ -165,6 +169,7 @@ def test_kernel_may_have_as_much_shared_memory_as_it_ever_asked_for(device: Cuda
         kernel((1, 1, 1), 32, (), shared_bytes)
 
     assert gpu.shared_limits == [60_000, 70_000]
+    assert set(gpu.carveouts) == {100}
 
 
 @pytest.mark.parametrize(

@@ -56,6 +56,12 @@ def test_step_of_one_kind_equals_dense_attention(device: EmulatedDevice) -> None
     case.assert_close(launch(device, case, [], CHUNKS), *CHUNKS)
 
 
+def test_decodes_of_a_large_group_are_served_like_prefills(device: EmulatedDevice) -> None:
+    case = CudaCase(LENS, 17, 1, 64)
+
+    case.assert_close(launch(device, case, DECODES, CHUNKS), *DECODES, *CHUNKS)
+
+
 def test_decodes_that_are_all_padding_write_nothing(device: EmulatedDevice) -> None:
     case = CudaCase((1, 40), 6, 2, 64)
     step = case.step((0, 0, 1), (1, 10, 40))
