@@ -93,7 +93,7 @@ DEVICE int find_rows(const Rows& rows, const int* query_start, const int* seq_le
   const int first_slot = (first_token - origin) * group / ROWS + seq - first_seq;
   const int num_tiles = (num_rows + ROWS - 1) / ROWS;
   const int tile = num_tiles - 1 - (slot - first_slot);  // those that see the most start first
-  if (tile < 0) return -1;
+  if (tile < 0 || seq_lens[seq] == 0) return -1;  // padding may have a row of q, as a decode has
   if (threadIdx.x < ROWS) {
     const int row = tile * ROWS + threadIdx.x, used = min(row, num_rows - 1), query = used / group;
     rows.token[threadIdx.x] = row < num_rows ? first_token + query : -1;

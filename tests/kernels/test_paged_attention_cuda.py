@@ -62,8 +62,11 @@ def test_decodes_of_a_large_group_are_served_like_prefills(device: EmulatedDevic
     case.assert_close(launch(device, case, DECODES, CHUNKS), *DECODES, *CHUNKS)
 
 
-def test_decodes_that_are_all_padding_write_nothing(device: EmulatedDevice) -> None:
-    case = CudaCase((1, 40), 6, 2, 64)
+@pytest.mark.parametrize(("num_heads", "num_kv_heads"), [(6, 2), (17, 1)])
+def test_decodes_that_are_all_padding_write_nothing(
+    device: EmulatedDevice, num_heads: int, num_kv_heads: int
+) -> None:
+    case = CudaCase((1, 40), num_heads, num_kv_heads, 64)
     step = case.step((0, 0, 1), (1, 10, 40))
     step.seq_lens[0] = 0
 
