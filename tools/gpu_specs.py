@@ -4,7 +4,7 @@ Rates are a second and of the whole chip. "datasheet" is NVIDIA's figure for the
 it is measured or published where it says so, else assumed.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from cupaged.kernels.launch import ceil_div
 
@@ -13,7 +13,7 @@ RESERVED_SHARED = 1024  # bytes of each block's shared memory that CUDA keeps fo
 REGISTERS_PER_SM = 65536
 REGISTER_UNIT = 256  # registers that a warp gets at once
 
-COPY_SHARE = 4.3 / 4.8  # of the bandwidth, that a copy attains, read + write; measured on an H200 (FACTS 4)
+COPY_SHARE = 4.3 / 4.8  # of the bandwidth, that a copy attains, read + write; seen on an H200 through PyTorch
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,18 +83,8 @@ H100 = Gpu(
     l2_bytes=50 << 20,
     l2_bandwidth=6.0e12,
 )
-H200 = Gpu(
-    name="H200",
-    arch="sm_90",
-    num_sms=132,
-    clock=1.83e9,
-    bandwidth=4.8e12,
-    tensor_flops=989e12,
-    mma_share=0.63,
-    attention_share=0.35,
-    l2_bytes=60 << 20,  # as one reported, through PyTorch
-    l2_bandwidth=6.0e12,
-)
+# The same processor with more and faster memory; the L2 is as one reported it, through PyTorch.
+H200 = replace(H100, name="H200", bandwidth=4.8e12, l2_bytes=60 << 20)
 GPUS = (A100, H100, H200)
 
 

@@ -134,9 +134,6 @@ class Backend(Protocol):
     def silu_mul(self, gate_up: Array) -> Array:
         """Return silu(gate) * up, [n, size], of gate_up [n, 2 * size]."""
 
-    def gelu_tanh_mul(self, gate_up: Array) -> Array:
-        """Return gelu(gate) * up likewise, GELU by its tanh approximation."""
-
     def gather_rows(self, x: Array, index: Array) -> Array: ...
 
     # Sampling: rows of logits float32[n, vocab_size] are logit_index[first : first + n] of the batch.

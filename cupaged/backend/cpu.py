@@ -184,12 +184,6 @@ class CpuBackend:
         self._run(gated_mul.silu_mul_cpu, gate_up, out)
         return out
 
-    def gelu_tanh_mul(self, gate_up: Array) -> Array:
-        """Return gelu(gate) * up."""
-        out = self._arena.take((gate_up.shape[0], gate_up.shape[1] // 2), np.float32)
-        self._run(gated_mul.gelu_tanh_mul_cpu, gate_up, out)
-        return out
-
     def gather_rows(self, x: Array, index: Array) -> Array:
         """Return x[index]."""
         out = self._arena.take((index.shape[0], x.shape[1]), np.float32)

@@ -113,29 +113,11 @@ inline T __shfl_up_sync(unsigned mask, T x, unsigned distance, int width = 32, S
 }
 
 // ---- Memory ---------------------------------------------------------------------------------------------------------
-// Caches and the order in which other threads see writes are not emulated.
+// Caches are not emulated.
 template <class T>
 inline T __ldg(const T* p) {
   return *p;
 }
-template <class T>
-inline T __ldcg(const T* p) {
-  return *p;
-}
-template <class T>
-inline T __ldcs(const T* p) {
-  return *p;
-}
-template <class T>
-inline void __stcg(T* p, T x) {
-  *p = x;
-}
-template <class T>
-inline void __stcs(T* p, T x) {
-  *p = x;
-}
-inline void __threadfence() {}
-inline void __threadfence_block() {}
 
 namespace cuda_on_cpu {
 

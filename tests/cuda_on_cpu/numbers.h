@@ -1,5 +1,5 @@
-// numbers.h: CUDA's functions of numbers: bits, casts, and arithmetic with a stated rounding. What C has (fmaxf, expf,
-// copysignf, ...) is taken from there. The fast ones of a GPU (__expf, rsqrtf, ...) have some ulp of error that these
+// numbers.h: CUDA's functions of numbers: bits, casts, and arithmetic with a stated rounding. What C has (fmaxf,
+// copysignf, ...) is taken from there. The fast ones of a GPU (rsqrtf, __fdividef) have some ulp of error that these
 // do not have.
 #pragma once
 #include <cstdint>
@@ -12,24 +12,12 @@
 #define OF_ONE(name) extern "C" float name(float) noexcept;
 #define OF_TWO(name) extern "C" float name(float, float) noexcept;
 OF_ONE(sqrtf)
-OF_ONE(expf)
 OF_ONE(exp2f)
-OF_ONE(expm1f)
-OF_ONE(logf)
-OF_ONE(log2f)
-OF_ONE(log1pf)
-OF_ONE(sinf)
-OF_ONE(cosf)
-OF_ONE(tanhf)
-OF_ONE(erff)
 OF_ONE(fabsf)
 OF_ONE(floorf)
 OF_ONE(ceilf)
 OF_ONE(truncf)
 OF_ONE(rintf)
-OF_ONE(roundf)
-OF_TWO(powf)
-OF_TWO(fmodf)
 OF_TWO(fmaxf)
 OF_TWO(fminf)
 OF_TWO(copysignf)
@@ -132,29 +120,15 @@ inline float __fadd_rn(float a, float b) { return cuda_on_cpu::opaque(a) + cuda_
 inline float __fsub_rn(float a, float b) { return cuda_on_cpu::opaque(a) - cuda_on_cpu::opaque(b); }
 inline float __fmaf_rn(float a, float b, float c) { return __builtin_fmaf(a, b, c); }
 inline float __fdiv_rn(float a, float b) { return a / b; }
-inline float __frcp_rn(float x) { return 1.0f / x; }
-inline float __fsqrt_rn(float x) { return sqrtf(x); }
 inline int __float2int_rn(float x) { return cuda_on_cpu::to_integer<int>(rintf(x)); }
 inline int __float2int_rz(float x) { return cuda_on_cpu::to_integer<int>(truncf(x)); }
 inline int __float2int_rd(float x) { return cuda_on_cpu::to_integer<int>(floorf(x)); }
 inline int __float2int_ru(float x) { return cuda_on_cpu::to_integer<int>(ceilf(x)); }
 inline unsigned __float2uint_rn(float x) { return cuda_on_cpu::to_integer<unsigned>(rintf(x)); }
 inline unsigned __float2uint_rz(float x) { return cuda_on_cpu::to_integer<unsigned>(truncf(x)); }
-inline float __int2float_rn(int x) { return static_cast<float>(x); }
-inline float __uint2float_rn(unsigned x) { return static_cast<float>(x); }
-inline float __ll2float_rn(long long x) { return static_cast<float>(x); }
-inline float __ull2float_rn(unsigned long long x) { return static_cast<float>(x); }
 
 // ---- The fast ones --------------------------------------------------------------------------------------------------
 inline float rsqrtf(float x) { return 1.0f / sqrtf(x); }
-inline float __frsqrt_rn(float x) { return rsqrtf(x); }
-inline float __expf(float x) { return expf(x); }
-inline float __logf(float x) { return logf(x); }
-inline float __log2f(float x) { return log2f(x); }
-inline float __sinf(float x) { return sinf(x); }
-inline float __cosf(float x) { return cosf(x); }
-inline float __powf(float x, float y) { return powf(x, y); }
-inline float __saturatef(float x) { return x > 0.0f ? (x < 1.0f ? x : 1.0f) : 0.0f; }
 inline float __fdividef(float a, float b) {
   const bool is_huge = fabsf(b) > 0x1p126f && !isinf(b);  // there the reciprocal is flushed to 0
   return is_huge ? a * copysignf(0.0f, b) : a / b;

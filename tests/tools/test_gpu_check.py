@@ -16,7 +16,7 @@ from tools.gpu_worker import cases_by_task, kind_of, tasks
 from tools.kernel_cases import TIMED
 
 ROOT = Path(__file__).parents[2]
-# What FACTS section 1 lists for a GPU machine, by the names that are imported.
+# What a machine with a GPU is sure to have beside the standard library, by the names that are imported.
 PACKAGES = [
     "numpy",
     "cupy",
