@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from tests.test_floors import imports
 from tools.gpu_check import supervise
 from tools.gpu_report import goals, least_bytes, progress, summary, tables
 from tools.gpu_worker import cases_by_task, kind_of, tasks
@@ -63,6 +64,17 @@ def test_dry_run_needs_only_what_a_gpu_machine_has(machine: dict[str, str], tmp_
     assert decode["kernels_us"].keys() == {"paged_decode", "paged_decode_combine"}
     assert report["goals"] == []
     assert "goldens met" in done.stdout
+
+
+def test_what_only_runs_on_a_gpu_needs_only_what_its_machine_has(machine: dict[str, str]) -> None:
+    command = [sys.executable, "-c", "import tools.gpu_machine, cupaged.backend.device"]
+    files = [*(ROOT / "tools").glob("gpu_*.py"), ROOT / "cupaged" / "backend" / "device.py"]
+
+    done = subprocess.run(command, env=machine, capture_output=True, text=True, check=False)
+    later = {name.split(".")[0] for file in files for _, name in imports(file.read_text(encoding="utf-8"))}
+
+    assert done.returncode == 0, done.stderr
+    assert later - sys.stdlib_module_names - set(PACKAGES) == set()
 
 
 def test_the_block_on_other_packages_bites(machine: dict[str, str]) -> None:
