@@ -49,11 +49,20 @@ class Bucket(NamedTuple):
     table_width: int
 
 
+SMALLEST = Bucket(num_tokens=16, num_seqs=8, table_width=16)
+
+
+def bucket_for(num_tokens: int, num_seqs: int, table_width: int) -> Bucket:
+    """Return the smallest bucket that holds the counts: powers of two, not below SMALLEST."""
+    wanted = (num_tokens, num_seqs, table_width)
+    return Bucket(*(max(least, 1 << (n - 1).bit_length()) for n, least in zip(wanted, SMALLEST, strict=True)))
+
+
 class BatchArrays(NamedTuple):
     """One step at full capacity; T, S, W are the bucket's capacities. int32 unless noted.
 
     Sequences are ordered decodes first. Padding: input_ids and positions 0, slot_mapping -1, query_start the
-    token count, rows -1, seq_lens 0, block_tables -1.
+    token count, rows -1, seq_lens 0, block_tables -1, logit_index -1, logit_seq 0, logit_target 0.
     """
 
     counts: Array  # [NUM_COUNTS], by Count
@@ -176,6 +185,29 @@ class Batch:
     def words(self) -> Array:
         """Return the part of the buffer that the step uses: int32, one piece."""
         return self.buffer[: self._num_words]
+
+
+def padding_batch(
+    num_tokens: int, num_seqs: int, *, num_decodes: int, num_logits: int, table_width: int
+) -> Batch:
+    """Return a step of these counts that is all padding: it computes what nobody sees."""
+    bucket = bucket_for(num_tokens, num_seqs, table_width)
+    buffer = np.zeros(buffer_size(bucket, 0), np.int32)
+    arrays = view(buffer, bucket)
+    for name in ("slot_mapping", "rows", "block_tables", "logit_index"):
+        getattr(arrays, name)[:] = -1
+    for name in ("num_logprobs", "num_prompt_logprobs"):
+        getattr(arrays, name)[:] = -1
+    counts = {
+        Count.NUM_TOKENS: num_tokens,
+        Count.NUM_SEQS: num_seqs,
+        Count.NUM_DECODES: num_decodes,
+        Count.NUM_LOGITS: num_logits,
+        Count.TABLE_WIDTH: table_width,
+    }
+    for place, count in counts.items():
+        arrays.counts[place] = count
+    return Batch(buffer, bucket, np.zeros(num_seqs, np.int64), arrays=arrays)
 
 
 class TokenLogprobs(NamedTuple):

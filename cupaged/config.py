@@ -14,6 +14,7 @@ from cupaged.sampling_params import as_plain, is_neutral
 
 DTypeName = Literal["auto", "float32", "bfloat16", "float16"]
 DeviceName = Literal["auto", "cpu", "cuda"]
+LoadFormat = Literal["auto", "safetensors", "dummy"]
 GenerationConfigName = Literal["auto", "none"]
 RopeType = Literal["default", "linear", "dynamic", "llama3", "yarn"]
 
@@ -167,7 +168,8 @@ class EngineConfig:
     tokenizer: str | None = option(None, "directory of the tokenizer; unset = the model's")
     dtype: DTypeName = option(
         "auto",
-        "of the KV cache (float16 is kept as float32), the CPU computes in float32; auto = the checkpoint's",
+        "of the KV cache, on a GPU of all else too (the CPU computes in float32, and keeps float16 as "
+        "that); auto = the checkpoint's, on a GPU bfloat16 for float32",
     )
     device: DeviceName = option("auto", "auto = cuda if there is one, else cpu")
     max_model_len: int | None = option(None, "tokens of prompt + output; unset = what fits")
@@ -178,8 +180,11 @@ class EngineConfig:
         0.9, "share of the free memory, host's or GPU's, for weights and KV cache"
     )
     kv_cache_memory: int | None = option(
-        None, "bytes of KV cache; unset = half of the memory free beside the weights, at most 4 GiB"
+        None, "bytes of KV cache; unset = all that is left, on the CPU half of it, at most 4 GiB"
     )
+    load_format: LoadFormat = option("auto", "auto = safetensors; dummy = random weights, for measurements")
+    enforce_eager: bool = option(False, "launch every kernel by itself, no CUDA graphs")
+    async_scheduling: bool = option(True, "on a GPU, plan a step while the one before it runs")
     seed: int = option(0, "seed of requests that bring none")
     num_threads: int | None = option(None, "CPU threads; unset = all cores")
     generation_config: GenerationConfigName = option(
@@ -206,6 +211,10 @@ class EngineConfig:
             raise ValueError(f"gpu_memory_utilization must be in (0, 1], got {share!r}")
         if type(self.seed) is not int:
             raise ValueError(f"seed must be a whole number, got {self.seed!r}")
+        for name in ("enforce_eager", "async_scheduling"):
+            value = getattr(self, name)
+            if not isinstance(value, bool):
+                raise ValueError(f"{name} must be True or False, got {value!r}")
         for name in ("model", "tokenizer", "chat_template"):
             value = getattr(self, name)
             if not isinstance(value, str) and (value is not None or name == "model"):
@@ -242,6 +251,7 @@ _CHOICES: dict[str, tuple[str, ...]] = {
     "dtype": get_args(DTypeName),
     "device": get_args(DeviceName),
     "generation_config": get_args(GenerationConfigName),
+    "load_format": get_args(LoadFormat),
 }
 
 _NOT_YET: dict[str, tuple[Any, ...]] = {
@@ -252,9 +262,7 @@ _NOT_YET: dict[str, tuple[Any, ...]] = {
     "swap_space": (0.0, None),
     "enable_prefix_caching": (False, None),
     "enable_chunked_prefill": (True, None),
-    "enforce_eager": (False, True),  # there are no graphs to turn off yet
     "trust_remote_code": (False,),
-    "load_format": ("auto", "safetensors"),
     "tokenizer_mode": ("auto",),
     "skip_tokenizer_init": (False,),
     "scheduling_policy": ("fcfs",),

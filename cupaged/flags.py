@@ -19,8 +19,13 @@ def add_engine_flags(parser: argparse.ArgumentParser) -> None:
             continue
         kind, choices = _kind(hints[field.name])
         default = "" if field.default is None else f" (default: {field.default})"
+        name = "--" + field.name.replace("_", "-")
+        if kind is bool:
+            action = argparse.BooleanOptionalAction
+            parser.add_argument(name, action=action, default=field.default, help=text + default)
+            continue
         parser.add_argument(
-            "--" + field.name.replace("_", "-"),
+            name,
             type=kind,
             choices=choices,
             default=field.default,

@@ -1,7 +1,7 @@
 """How a launch function meets a device: what it is given, and how its arguments become the kernel's.
 
 A `*_cuda` function asks its Device for a kernel and calls it with grid, block and arguments. On a GPU the
-Device is CuPy's (backend/device.py); in the tests it is emulated on the CPU, by the same lines.
+Device is CuPy's (backend/cupy_device.py); in the tests it is emulated on the CPU, by the same lines.
 """
 
 import re

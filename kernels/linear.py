@@ -21,17 +21,21 @@ class PackedLinear(NamedTuple):
     out_features: int
 
 
+def packed_shapes(out_features: int, in_features: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Return the shapes of panels and bias."""
+    num_panels = -(-out_features // PANEL)
+    return (num_panels, in_features, PANEL), (num_panels * PANEL,)
+
+
 def pack_linear(
     rows: Callable[[int, int], NDArray[np.float32]], bias: NDArray[np.float32] | None, out_features: int
 ) -> PackedLinear:
     """Pack the matrix whose rows [first, last) are `rows(first, last)`."""
-    num_panels = -(-out_features // PANEL)
-    in_features = rows(0, 1).shape[1]
-    panels = np.zeros((num_panels, in_features, PANEL), np.float32)
-    for panel in range(num_panels):
+    shapes = packed_shapes(out_features, rows(0, 1).shape[1])
+    panels, padded = (np.zeros(shape, np.float32) for shape in shapes)
+    for panel in range(len(panels)):
         first, last = panel * PANEL, min((panel + 1) * PANEL, out_features)
         panels[panel, :, : last - first] = rows(first, last).T
-    padded = np.zeros(num_panels * PANEL, np.float32)
     if bias is not None:
         padded[:out_features] = bias
     return PackedLinear(panels, padded, out_features)

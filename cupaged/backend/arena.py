@@ -14,6 +14,11 @@ from numpy.typing import NDArray
 ALIGNMENT = 64  # bytes, a cache line and the widest vector
 
 
+def no_memory(shape: tuple[int, ...], dtype: Any) -> NDArray[Any]:
+    """Return an array that has a shape and next to no memory."""
+    return np.broadcast_to(np.zeros((), dtype), shape)
+
+
 class Arena:
     """Cuts aligned arrays off; counts instead of cutting while it measures."""
 
@@ -77,7 +82,7 @@ class Arena:
                 self._largest_base = max(self._largest_base, self._used)
             else:
                 self._largest_layer = max(self._largest_layer, self._used - self._start)
-            return np.broadcast_to(np.zeros((), kind), shape)
+            return no_memory(shape, kind)
         assert self._used <= self._end, (
             f"arena: {shape} {kind} ends at byte {self._used}, its region at {self._end} of {self.num_bytes}"
         )

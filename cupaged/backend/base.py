@@ -3,6 +3,9 @@
 Models know nothing else of where they run. Operations return arrays out of the backend's arena: one
 allocation made at start. `begin_forward` rewinds it; `begin_layer` frees what was made in the layer
 before the last one, so a layer's result outlives the next layer and nothing more.
+
+A worker rehearses first: inside `measure` arrays have shapes but no memory and kernels do not run, so the
+lines that will take memory say how much. Then `allocate`, and the same lines again.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -12,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cupaged.batch import Batch
-from cupaged.config import ModelConfig
+from cupaged.config import EngineConfig, ModelConfig
 
 Array = Any  # the backend's array: NumPy or CuPy
 Handle = Any  # the backend's own form of a weight matrix
@@ -30,6 +33,25 @@ class KVCache(Protocol):
     """The KV cache as a model gets it."""
 
     def layer(self, layer: int) -> KVCacheView: ...
+
+
+class Limits(NamedTuple):
+    """The largest step and KV cache that a backend makes room for."""
+
+    num_tokens: int  # of a step
+    num_seqs: int
+    seq_len: int  # tokens of the longest sequence
+    block_size: int
+    num_slots: int  # tokens that the KV cache holds at most
+
+
+class MemoryUse(NamedTuple):
+    """Bytes that a model takes on the device beside its KV cache."""
+
+    weights: int  # and tables and whatever else is made once
+    workspace: int  # of the backend itself: batches under way, matrix products
+    activations: int  # the arena
+    reserve: int  # what the driver may take for itself: modules, graphs; an estimate, all else is exact
 
 
 class LogprobArrays(NamedTuple):
@@ -63,27 +85,45 @@ class Backend(Protocol):
     dtype: np.dtype[Any]  # of activations
     kv_dtype: np.dtype[Any]
 
+    max_in_flight: int  # steps that may be begun before the first one's results are waited for
+
     # Memory and transfers.
-    def available_memory(self) -> int: ...
+    def available_memory(self) -> int:
+        """Return the bytes that this process can still take."""
+
+    def kv_cache_share(self, free: int) -> int:
+        """Return how many of `free` bytes, beside all else, the KV cache takes if the user does not say."""
+
+    def measure(self, limits: Limits, rehearse: Callable[[], Any]) -> MemoryUse:
+        """Return what `rehearse` needs: it builds the model and runs the largest steps."""
+
+    def allocate(self, limits: Limits, use: MemoryUse) -> None:
+        """Take the measured memory, all but the KV cache; ValueError if it is not there."""
 
     def create_pool(self, num_blocks: int, block_size: int, config: ModelConfig) -> Array: ...
 
+    def warm_up(self, step: Callable[[Batch], Any]) -> None:
+        """Prepare what a first request would else wait for; `step` runs a batch to its end."""
+
     def copy_blocks(self, source: Array, target: Array, pairs: Array) -> None: ...
 
-    def from_host(self, array: NDArray[Any]) -> Array: ...
+    def from_host(self, array: NDArray[Any]) -> Array:
+        """Return a copy on the device that stays; or the array itself where that is the host."""
 
-    def to_host(self, array: Array) -> NDArray[Any]:
-        """Return a copy that the caller owns."""
+    def fetch(self, array: Array) -> Callable[[], NDArray[Any]]:
+        """Start copying to the host; the call waits for it and returns what the caller owns.
 
-    def upload(self, batch: Batch) -> Batch: ...
+        It must be called before max_in_flight more steps begin.
+        """
 
-    # The arena.
-    def measure(self, run: Callable[[], Any]) -> int:
-        """Return the arena bytes that `run` needs; arrays have shapes but no memory, kernels do not run."""
-
-    def create_arena(self, num_bytes: int) -> None: ...
-
+    # A step: begin_forward, upload, then operations.
     def begin_forward(self) -> None: ...
+
+    def upload(self, batch: Batch) -> Batch:
+        """Return the batch on the device. It may count more tokens, logits or decodes: padding behind."""
+
+    def run_forward(self, batch: Batch, forward: Callable[[], Array]) -> Array:
+        """Return forward(), which depends on the uploaded batch alone; or replay it, recorded earlier."""
 
     def begin_layer(self) -> None: ...
 
@@ -99,7 +139,10 @@ class Backend(Protocol):
 
     # Operations, named after the kernels.
     def linear(self, x: Array, weight: Handle) -> Array:
-        """Return x @ weight.T + bias, [n, out]; a row's bits depend neither on n nor on other rows."""
+        """Return x @ weight.T + bias, [n, out]; on the CPU a row's bits depend on that row alone."""
+
+    def logits(self, x: Array, weight: Handle) -> Array:
+        """Return linear(x, weight) as float32[n, out]."""
 
     def embedding(self, ids: Array, weight: Handle) -> Array: ...
 
@@ -152,10 +195,15 @@ class Backend(Protocol):
         """Set last_token[row] for the sequences that sampled."""
 
 
-def create_backend(device: str, dtype: str, num_threads: int | None = None) -> Backend:
-    """Return the backend of "cpu" or "cuda" for a concrete dtype; ValueError if there is none."""
-    if device in ("auto", "cpu"):
-        from cupaged.backend.cpu import CpuBackend
+def create_backend(config: EngineConfig, checkpoint_dtype: str) -> Backend:
+    """Return the backend that the user wants, or for "auto" CUDA's if there is a GPU; ValueError if none."""
+    if config.device != "cpu":
+        from cupaged.backend.cuda import create_cuda_backend
 
-        return CpuBackend(dtype, num_threads=num_threads)
-    raise ValueError(f"device={device!r} is not supported yet; use device='cpu'")
+        backend = create_cuda_backend(config, checkpoint_dtype)
+        if backend is not None:
+            return backend
+    from cupaged.backend.cpu import CpuBackend
+
+    dtype = checkpoint_dtype if config.dtype == "auto" else config.dtype
+    return CpuBackend(dtype, num_threads=config.num_threads)

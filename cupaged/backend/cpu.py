@@ -11,8 +11,8 @@ import ml_dtypes
 import numpy as np
 from numpy.typing import NDArray
 
-from cupaged.backend.arena import Arena
-from cupaged.backend.base import Array, KVCacheView, LogprobArrays, Part
+from cupaged.backend.arena import Arena, no_memory
+from cupaged.backend.base import Array, KVCacheView, Limits, LogprobArrays, MemoryUse, Part
 from cupaged.backend.host_memory import available_memory
 from cupaged.batch import Batch
 from cupaged.config import ModelConfig
@@ -32,6 +32,7 @@ from cupaged.kernels.linear import PackedLinear
 from cupaged.threads import ParallelRunner
 
 _KV_DTYPES = {"float32": np.float32, "float16": np.float32, "bfloat16": ml_dtypes.bfloat16}
+MOST_KV_CACHE = 4 << 30  # bytes that the KV cache takes unasked: others live on a host too
 _NONE = np.empty(0, np.float32)
 _NO_IDS = np.empty(0, np.int32)
 _NO_COUNTS = np.empty((0, 0), np.int32)
@@ -51,6 +52,7 @@ class CpuBackend:
     """Arithmetic on the host's CPU; see base.Backend."""
 
     name = "cpu"
+    max_in_flight = 1  # a step has run when its call returns
 
     def __init__(self, dtype: str, num_threads: int | None = None) -> None:
         if dtype not in _KV_DTYPES:
@@ -62,15 +64,33 @@ class CpuBackend:
         specialize(rope_kv_write.rope_kv_write_cpu, rope_kv_write.SIGNATURE.format(code))
         self._arena = Arena()
         self._parallel = ParallelRunner(num_threads)
+        self._kept_bytes = 0  # of what lives as long as the model, counted while measuring
 
     def available_memory(self) -> int:
         """Return the bytes that machine and container can still give."""
         return available_memory()
 
+    def kv_cache_share(self, free: int) -> int:
+        """Return half of what is free, at most MOST_KV_CACHE."""
+        return min(free // 2, MOST_KV_CACHE)
+
+    def measure(self, limits: Limits, rehearse: Callable[[], Any]) -> MemoryUse:  # noqa: ARG002
+        """Return the bytes of weights and arena, without memory and without arithmetic."""
+        self._kept_bytes = 0
+        arena = self._arena.measure(rehearse)
+        return MemoryUse(self._kept_bytes, 0, arena, 0)
+
+    def allocate(self, limits: Limits, use: MemoryUse) -> None:  # noqa: ARG002
+        """Allocate what operations return their results in; weights are, as they are prepared."""
+        self._arena.create(use.activations)
+
     def create_pool(self, num_blocks: int, block_size: int, config: ModelConfig) -> Array:
         """Return a KV cache pool; its contents are undefined."""
         shape = (num_blocks, config.num_layers, 2, config.num_kv_heads, block_size, config.head_dim)
-        return np.empty(shape, self.kv_dtype)
+        return no_memory(shape, self.kv_dtype) if self._arena.measuring else np.empty(shape, self.kv_dtype)
+
+    def warm_up(self, step: Callable[[Batch], Any]) -> None:
+        """Do nothing: kernels were compiled when they were imported."""
 
     def copy_blocks(self, source: Array, target: Array, pairs: Array) -> None:
         """Copy whole blocks from pool to pool."""
@@ -78,27 +98,25 @@ class CpuBackend:
 
     def from_host(self, array: NDArray[Any]) -> Array:
         """Return the array itself: host and device are one."""
+        self._kept_bytes += array.nbytes
         return array
 
-    def to_host(self, array: Array) -> NDArray[Any]:
-        """Return a copy, which outlives the arena's next turn."""
-        return np.array(array)
+    def fetch(self, array: Array) -> Callable[[], NDArray[Any]]:
+        """Return a call that gives a copy, which outlives the arena's next turn."""
+        copy = np.array(array)
+        return lambda: copy
+
+    def begin_forward(self) -> None:
+        """Free all results."""
+        self._arena.begin_forward()
 
     def upload(self, batch: Batch) -> Batch:
         """Return the batch itself."""
         return batch
 
-    def measure(self, run: Callable[[], Any]) -> int:
-        """Return the arena bytes that `run` needs, without memory and without arithmetic."""
-        return self._arena.measure(run)
-
-    def create_arena(self, num_bytes: int) -> None:
-        """Allocate what operations return their results in."""
-        self._arena.create(num_bytes)
-
-    def begin_forward(self) -> None:
-        """Free all results."""
-        self._arena.begin_forward()
+    def run_forward(self, batch: Batch, forward: Callable[[], Array]) -> Array:  # noqa: ARG002
+        """Return forward()."""
+        return forward()
 
     def begin_layer(self) -> None:
         """Free the results of the layer before the last one."""
@@ -115,18 +133,31 @@ class CpuBackend:
         if scheme is not None:
             raise ValueError(f"quantization scheme {scheme!r} is not supported yet; use float weights")
         weights = [part["weight"] for part in parts]
-        joined = None if bias is None else _float_rows(bias, 0, sum(map(len, bias)))
-        return linear.pack_linear(lambda a, b: _float_rows(weights, a, b), joined, sum(map(len, weights)))
+        out_features, in_features = sum(map(len, weights)), weights[0].shape[1]
+        if self._arena.measuring:
+            packed = linear.PackedLinear(
+                *(no_memory(shape, np.float32) for shape in linear.packed_shapes(out_features, in_features)),
+                out_features,
+            )
+        else:
+            joined = None if bias is None else _float_rows(bias, 0, out_features)
+            packed = linear.pack_linear(lambda a, b: _float_rows(weights, a, b), joined, out_features)
+        self._kept_bytes += packed.panels.nbytes + packed.bias.nbytes
+        return packed
 
     def prepare_vector(self, weight: NDArray[Any]) -> Array:
         """Return a float32 copy."""
-        return np.array(weight, np.float32)
+        return self.from_host(np.array(weight, np.float32))
 
     def linear(self, x: Array, weight: PackedLinear) -> Array:
         """Return x @ weight.T + bias."""
         out = self._arena.take((x.shape[0], weight.out_features), np.float32)
         self._run(linear.linear_cpu, x, weight.panels, weight.bias, out, num_items=len(weight.panels))
         return out
+
+    def logits(self, x: Array, weight: PackedLinear) -> Array:
+        """Return linear(x, weight)."""
+        return self.linear(x, weight)
 
     def embedding(self, ids: Array, weight: PackedLinear) -> Array:
         """Return the rows `ids` of the weight."""

@@ -24,13 +24,6 @@ NUM_LOGITS = int(Count.NUM_LOGITS)
 TABLE_WIDTH = int(Count.TABLE_WIDTH)
 NUM_BANNED = int(Count.NUM_BANNED)
 NUM_HISTORY = int(Count.NUM_HISTORY)
-SMALLEST = Bucket(num_tokens=16, num_seqs=8, table_width=16)
-
-
-def bucket_for(num_tokens: int, num_seqs: int, table_width: int) -> Bucket:
-    """Return the smallest bucket that holds the counts: powers of two, not below SMALLEST."""
-    wanted = (num_tokens, num_seqs, table_width)
-    return Bucket(*(max(least, 1 << (n - 1).bit_length()) for n, least in zip(wanted, SMALLEST, strict=True)))
 
 
 class BatchBuffer:
@@ -229,8 +222,8 @@ def pack_tail(
 
 
 @njit_inner
-def pad(out: BatchArrays, num_tokens: int, num_seqs: int) -> None:
-    """Fill the capacity behind the step's tokens and sequences with what touches nothing."""
+def pad(out: BatchArrays, num_tokens: int, num_seqs: int, num_logits: int) -> None:
+    """Fill the capacity behind the step's tokens, sequences and logits with what touches nothing."""
     out.input_ids[num_tokens:] = 0
     out.positions[num_tokens:] = 0
     out.slot_mapping[num_tokens:] = -1
@@ -238,6 +231,9 @@ def pad(out: BatchArrays, num_tokens: int, num_seqs: int) -> None:
     out.seq_lens[num_seqs:] = 0
     out.flags[num_seqs:] = 0
     out.block_tables[num_seqs:] = -1
+    out.logit_index[num_logits:] = -1
+    out.logit_seq[num_logits:] = 0
+    out.logit_target[num_logits:] = 0
 
 
 @njit
@@ -254,4 +250,4 @@ def pack_batch(
     pack_logits(rows, sampling.num_prompt_logprobs, out, order)
     pack_tables(blocks, out, order)
     pack_tail(rows.tokens, rows.num_tokens, sampling, out)
-    pad(out, out.counts[NUM_TOKENS], num_seqs)
+    pad(out, out.counts[NUM_TOKENS], num_seqs, out.counts[NUM_LOGITS])

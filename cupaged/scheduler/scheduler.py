@@ -11,10 +11,10 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from cupaged.batch import Batch, StepOutput
+from cupaged.batch import Batch, StepOutput, bucket_for
 from cupaged.sampling_params import SamplingParams
 from cupaged.scheduler.block_manager import BlockManager
-from cupaged.scheduler.pack import BatchBuffer, bucket_for, measure, pack_batch
+from cupaged.scheduler.pack import BatchBuffer, measure, pack_batch
 from cupaged.scheduler.plan import StepRows, advance, apply_output, compact, plan_running, release
 from cupaged.scheduler.state import NO_SERIAL, create_rows, create_sampling_rows, load_row, load_sampling_row
 from cupaged.sequence import NOT_FINISHED, FinishReason, Sequence, SequenceStatus

@@ -2,12 +2,15 @@
 
 import ctypes
 import sys
+from collections.abc import Callable
 from pathlib import Path
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
+from cupaged.backend.base import Backend, create_backend
 from cupaged.batch import Batch, StepOutput
 from cupaged.config import EngineConfig, ModelConfig
-from cupaged.worker.worker import CachePlan, Worker
+from cupaged.worker.memory_plan import MemoryPlan
+from cupaged.worker.worker import Worker
 
 
 class StepHandle(Protocol):
@@ -20,7 +23,7 @@ class StepHandle(Protocol):
 class Executor(Protocol):
     """Runs batches in the order in which they are submitted."""
 
-    plan: CachePlan
+    plan: MemoryPlan
     model_config: ModelConfig
     max_in_flight: int  # batches that may be submitted before the first one's result is asked for
 
@@ -31,32 +34,27 @@ class Executor(Protocol):
         """Release all memory; nothing may be submitted afterwards."""
 
 
-class FinishedStep(NamedTuple):
-    """A step that ran inside submit."""
-
-    output: StepOutput
-
-    def result(self) -> StepOutput:
-        """Return the output."""
-        return self.output
-
-
 class UniprocExecutor:
-    """One worker in this process and thread; a step runs inside submit."""
+    """One worker in this process and thread; a step runs inside submit, or on a GPU begins there."""
 
-    max_in_flight = 1
-
-    def __init__(self, config: EngineConfig, model_dir: Path) -> None:
+    def __init__(
+        self,
+        config: EngineConfig,
+        model_dir: Path,
+        *,
+        create_backend: Callable[[EngineConfig, str], Backend] = create_backend,
+    ) -> None:
         """Load the model."""
-        self._worker: Worker | None = Worker(config, model_dir)
+        self._worker: Worker | None = Worker(config, model_dir, create_backend=create_backend)
         self.plan = self._worker.plan
         self.model_config = self._worker.model_config
+        self.max_in_flight = self._worker.max_in_flight
 
     def submit(self, batch: Batch) -> StepHandle:
-        """Run the step now."""
+        """Run or begin the step."""
         if self._worker is None:
             raise RuntimeError("the engine is closed; make a new one")
-        return FinishedStep(self._worker.execute(batch))
+        return self._worker.submit(batch)
 
     def close(self) -> None:
         """Drop the worker, and with it weights, arena and KV cache."""

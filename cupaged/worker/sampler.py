@@ -1,13 +1,49 @@
 """Sampler: from a step's hidden states to its StepOutput, logits in chunks of bounded memory."""
 
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
 import numpy as np
 from numpy.typing import NDArray
 
-from cupaged.backend.base import Array, Backend, LogprobArrays
+from cupaged.backend.base import Array, Backend
 from cupaged.batch import Batch, Flag, StepOutput, TokenLogprobs
 from cupaged.models import Model
 
 LOGITS_CHUNK = 128  # rows of logits alive at once
+
+Fetch = Callable[[], NDArray[Any]]
+
+
+class LogprobChunk(NamedTuple):
+    """The log-probabilities of a chunk of logits rows, on their way to the host."""
+
+    keep: NDArray[np.bool_]  # [at most LOGITS_CHUNK], the rows that somebody asked for
+    token_ids: Fetch
+    logprobs: Fetch
+    ranks: Fetch
+
+
+class SampledStep(NamedTuple):
+    """A step whose last operation has begun; the device may still be at it."""
+
+    host: Batch
+    token_ids: Fetch  # int32[num_seqs or more]
+    chunks: list[LogprobChunk]
+    wanted: NDArray[np.int32]  # [num_logits], top n that each row must report, -1 where none
+
+    def result(self) -> StepOutput:
+        """Wait for the step and return what it gives back; the batch's buffer must be as it was."""
+        host = self.host
+        num_tokens = ((host.flags & Flag.SAMPLES) != 0).astype(np.int32)
+        token_ids = np.where(num_tokens > 0, self.token_ids()[: host.num_seqs], -1)
+        return StepOutput(token_ids.reshape(-1, 1), num_tokens, self._logprobs() if self.chunks else None)
+
+    def _logprobs(self) -> TokenLogprobs:
+        host, asked = self.host, self.wanted >= 0
+        parts = [[fetch()[: len(keep)][keep] for fetch in fetches] for keep, *fetches in self.chunks]
+        columns = map(np.concatenate, zip(*parts, strict=True))  # token_ids, logprobs, ranks
+        return TokenLogprobs(host.logit_seq[asked], host.logit_target[asked] >= 0, *columns)
 
 
 class Sampler:
@@ -18,18 +54,17 @@ class Sampler:
         self._backend = backend
         self._model = model
         self.last_token: Array = backend.from_host(np.zeros(max_num_seqs, np.int32))  # [rows]
-        self._token_ids: Array = backend.from_host(np.full(max_num_seqs, -1, np.int32))
+        self._token_ids: Array = backend.from_host(np.zeros(max_num_seqs, np.int32))
 
-    def sample(self, hidden: Array, batch: Batch, host: Batch) -> StepOutput:
+    def sample(self, hidden: Array, batch: Batch, host: Batch) -> SampledStep:
         """Sample the rows of logit_index; `host` is `batch` on the host. hidden [num_tokens, hidden_size]."""
         backend = self._backend
-        token_ids = self._token_ids[: batch.num_seqs]
-        token_ids[:] = -1
-        wanted = _num_top(host)  # [num_logits]
+        token_ids = self._token_ids[: batch.num_seqs]  # undefined where a sequence does not sample
+        wanted = _num_top(host)
         num_top = int(wanted.max(initial=-1))
-        chunks: list[LogprobArrays] = []
+        chunks: list[LogprobChunk] = []
         backend.begin_layer()
-        for first in range(0, batch.num_logits, LOGITS_CHUNK):
+        for first in range(0, host.num_logits, LOGITS_CHUNK):
             backend.rewind_layer()
             rows = backend.gather_rows(hidden, batch.logit_index[first : first + LOGITS_CHUNK])
             logits = self._model.logits(rows)
@@ -37,13 +72,9 @@ class Sampler:
             keep = wanted[first : first + LOGITS_CHUNK] >= 0
             if keep.any():
                 arrays = backend.logprobs(logits, batch, first, token_ids, min(num_top, logits.shape[1]))
-                chunks.append(LogprobArrays(*(backend.to_host(array)[keep] for array in arrays)))
+                chunks.append(LogprobChunk(keep, *map(backend.fetch, arrays)))
         backend.store_last_tokens(batch, token_ids, self.last_token)
-        return StepOutput(
-            token_ids=backend.to_host(token_ids).reshape(-1, 1),
-            num_tokens=((host.flags & Flag.SAMPLES) != 0).astype(np.int32),
-            logprobs=_collect(chunks, wanted, host) if chunks else None,
-        )
+        return SampledStep(host, backend.fetch(token_ids), chunks, wanted)
 
 
 def _num_top(host: Batch) -> NDArray[np.int32]:
@@ -52,14 +83,3 @@ def _num_top(host: Batch) -> NDArray[np.int32]:
     seq = host.logit_seq
     wanted: NDArray[np.int32] = np.where(is_prompt, host.num_prompt_logprobs[seq], host.num_logprobs[seq])
     return wanted
-
-
-def _collect(chunks: list[LogprobArrays], wanted: NDArray[np.int32], host: Batch) -> TokenLogprobs:
-    keep = wanted >= 0
-    return TokenLogprobs(
-        seq=host.logit_seq[keep],
-        is_prompt=host.logit_target[keep] >= 0,
-        token_ids=np.concatenate([chunk.token_ids for chunk in chunks]),
-        logprobs=np.concatenate([chunk.logprobs for chunk in chunks]),
-        ranks=np.concatenate([chunk.ranks for chunk in chunks]),
-    )

@@ -5,6 +5,7 @@ of them, so the model is never in memory twice.
 """
 
 import json
+import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -58,6 +59,33 @@ class Checkpoint(Mapping[str, NDArray[Any]]):
         share = tensor.shape[axis] // self._size
         mine = slice(self._rank * share, (self._rank + 1) * share)
         return whole[mine] if axis == 0 else whole[:, mine]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._weights)
+
+    def __len__(self) -> int:
+        return len(self._weights)
+
+
+class DummyWeights(Mapping[str, NDArray[Any]]):
+    """Random tensors in place of a checkpoint's: for measuring, where only shapes count."""
+
+    def __init__(self, table: Sequence[Weight], dtype: str, *, size: int = 1) -> None:
+        """Prepare weights of `dtype`, a rank's share of each."""
+        self._weights = {weight.attribute: weight for weight in table}
+        self._size = size
+        noise = np.random.default_rng(0).standard_normal(1 << 20, np.float32)
+        self._noise = (noise * np.float32(0.02)).astype(dtype)
+
+    def __getitem__(self, attribute: str) -> NDArray[Any]:
+        weight = self._weights[attribute]
+        shape = list(weight.shape)
+        if weight.shard is not Shard.REPLICATED:
+            shape[_axis(weight)] //= self._size
+        if attribute.endswith("norm.weight"):
+            return np.ones(shape, self._noise.dtype)
+        # The same numbers over and over, but in each tensor from another one on.
+        return np.resize(np.roll(self._noise, 7919 * zlib.crc32(attribute.encode())), shape)
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._weights)

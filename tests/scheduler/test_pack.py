@@ -3,9 +3,9 @@
 import numpy as np
 import pytest
 
-from cupaged.batch import Batch, Bucket, Flag
+from cupaged.batch import Batch, Bucket, Flag, bucket_for
 from cupaged.sampling_params import SamplingParams
-from cupaged.scheduler.pack import BatchBuffer, bucket_for
+from cupaged.scheduler.pack import BatchBuffer
 from tests.scheduler.scripted import Harness, make_scheduler, make_sequence, start
 
 

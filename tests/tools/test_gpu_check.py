@@ -67,7 +67,7 @@ def test_dry_run_needs_only_what_a_gpu_machine_has(machine: dict[str, str], tmp_
 
 
 def test_what_only_runs_on_a_gpu_needs_only_what_its_machine_has(machine: dict[str, str]) -> None:
-    command = [sys.executable, "-c", "import tools.gpu_machine, cupaged.backend.device"]
+    command = [sys.executable, "-c", "import tools.gpu_machine, cupaged.backend.cupy_device"]
     files = [*(ROOT / "tools").glob("gpu_*.py"), ROOT / "cupaged" / "backend" / "device.py"]
 
     done = subprocess.run(command, env=machine, capture_output=True, text=True, check=False)

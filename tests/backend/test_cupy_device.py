@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from cupaged.backend.device import CudaDevice
+from cupaged.backend.cupy_device import CudaDevice
 from cupaged.kernels.compile import Compiled
 from cupaged.kernels.nvrtc import CudaUnavailable
 
@@ -97,8 +97,8 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Gpu:
     api = SimpleNamespace(driver=SimpleNamespace(launchKernel=gpu.launch))
     monkeypatch.setitem(sys.modules, "cupy", cupy)
     monkeypatch.setitem(sys.modules, "cupy_backends.cuda.api", api)
-    monkeypatch.setattr("cupaged.backend.device.compile_kernels", gpu.compile)
-    monkeypatch.setattr("cupaged.backend.device.nvrtc", lambda: SimpleNamespace(version=gpu.nvrtc_version))
+    monkeypatch.setattr("cupaged.backend.cupy_device.compile_kernels", gpu.compile)
+    monkeypatch.setattr("cupaged.backend.cupy_device.nvrtc", lambda: SimpleNamespace(version=gpu.nvrtc_version))
     return gpu
 
 
