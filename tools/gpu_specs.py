@@ -13,6 +13,7 @@ RESERVED_SHARED = 1024  # bytes of each block's shared memory that CUDA keeps fo
 REGISTERS_PER_SM = 65536
 REGISTER_UNIT = 256  # registers that a warp gets at once
 
+MATMUL_SHARE = 790 / 989  # of tensor_flops, that cuBLAS attains in a large product; seen there too
 COPY_SHARE = 4.3 / 4.8  # of the bandwidth, that a copy attains, read + write; seen on an H200 through PyTorch
 
 
@@ -52,6 +53,11 @@ class Gpu:
     def copy_bandwidth(self) -> float:
         """Bytes a second that a copy attains, read + write."""
         return self.bandwidth * COPY_SHARE
+
+    @property
+    def matmul_flops(self) -> float:
+        """FLOPs a second that a large bf16 product attains."""
+        return self.tensor_flops * MATMUL_SHARE
 
     @property
     def fp32_flops(self) -> float:

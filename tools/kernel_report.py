@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 from cupaged.kernels.compile import Resources, compile_kernels
 from cupaged.kernels.launch import SOURCES
 from cupaged.kernels.nvrtc import nvrtc
-from tools.gpu_specs import ARCHITECTURES, GPUS, occupancy
+from tools.gpu_specs import ARCHITECTURES, GPUS, Gpu, occupancy
 from tools.kernel_cases import GOLDENS, INSTANCES, TIMED, TRAFFIC
 from tools.kernel_cases.case import Case
 from tools.kernel_cases.launches import Launch, record, sheet_value
@@ -31,11 +31,12 @@ from tools.kernel_cases.paged import Heads, Paging
 from tools.kernel_cases.paged_decode import paged_decode
 from tools.kernel_cases.paged_prefill import paged_prefill
 from tools.kernel_counts import Counted, count
-from tools.kernel_tables import kernel_table, shape_table, write_readme
+from tools.kernel_tables import kernel_table, shape_table, step_table, write_readme
 from tools.predict import Work, predict, roofline
+from tools.steps import STEPS, Step, step_row
 
 # The files of this folder that make the tables.
-TOOLS = ("kernel_report", "kernel_tables", "kernel_counts", "data_sheet", "predict", "gpu_specs")
+TOOLS = ("kernel_report", "kernel_tables", "kernel_counts", "data_sheet", "predict", "gpu_specs", "steps")
 REPORTED = (*TIMED, *TRAFFIC)  # the cases that the tables come from
 COMMAND = "sh tools/kernel_report --markdown"
 
@@ -149,6 +150,16 @@ def shape_row(case: Case, counted: Mapping[Any, Profile]) -> dict[str, Any]:
     return row
 
 
+def whole_step_row(step: Step, counted: Mapping[Any, Profile]) -> dict[str, Any]:
+    """Return a step's row, its kernels predicted one by one."""
+
+    def seconds(case: Case, gpu: Gpu) -> float:
+        works = [work_of(case, launch, gpu.arch, counted[key_of(launch)]) for launch in record(case)]
+        return sum(predict(work, gpu).seconds for work in works)
+
+    return step_row(step, seconds)
+
+
 def decode_case(heads: Heads, num_seqs: int, length: int) -> Case:
     """Return a decode of sequences that have `length` tokens each."""
     return paged_decode(heads, Paging((length,) * num_seqs))
@@ -191,7 +202,11 @@ def fingerprint(cases: Sequence[Case], sources: Path = SOURCES) -> str:
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
 
 
-def readme_text(kernel_rows: Sequence[Mapping[str, Any]], shape_rows: Sequence[Mapping[str, Any]]) -> str:
+def readme_text(
+    kernel_rows: Sequence[Mapping[str, Any]],
+    shape_rows: Sequence[Mapping[str, Any]],
+    step_rows: Sequence[Mapping[str, Any]],
+) -> str:
     """Return what stands in the README."""
     version = ".".join(map(str, nvrtc().version))
     return (
@@ -200,7 +215,11 @@ def readme_text(kernel_rows: Sequence[Mapping[str, Any]], shape_rows: Sequence[M
         "**Predictions, not measurements**: roofline -> predicted microseconds, and what limits them. No\n"
         "GPU has run these kernels; tools/predict.py says how times are computed and what is assumed.\n"
         "MB is what warps request; `once` counts each byte once, however often it is read.\n\n"
-        f"{shape_table(shape_rows)}"
+        f"{shape_table(shape_rows)}\n"
+        "**Whole steps** of a Llama-3.1-8B, sequences x tokens of context (or prompt), predicted as well:\n"
+        "roofline at the rates that a copy and a large matrix product attain -> sum over all kernels and\n"
+        "products; tools/steps.py says of what. GB and GFLOP are the least that any engine needs.\n\n"
+        f"{step_table(step_rows)}"
     )
 
 
@@ -232,12 +251,16 @@ def main() -> None:
     cases = [*GOLDENS, *TIMED, *TRAFFIC, *INSTANCES] if args.all else shapes
     kernel_rows = [kernel_row(case, launch, archs) for case, launch in kernels(cases)]
     shape_rows = [shape_row(case, counted) for case in shapes]
+    step_rows = [] if given else [whole_step_row(step, counted) for step in STEPS]
     if args.markdown:
-        write_readme(readme_text(kernel_rows, shape_rows))
+        write_readme(readme_text(kernel_rows, shape_rows, step_rows))
     print(kernel_table(kernel_rows))
     print("Roofline -> predicted microseconds, and what limits them; no GPU has run these kernels.")
     print(shape_table(shape_rows))
-    print(json.dumps({"sources": fingerprint(REPORTED), "kernels": kernel_rows, "shapes": shape_rows}))
+    if step_rows:
+        print(step_table(step_rows))
+    rows = {"kernels": kernel_rows, "shapes": shape_rows, "steps": step_rows}
+    print(json.dumps({"sources": fingerprint(REPORTED), **rows}))
 
 
 if __name__ == "__main__":

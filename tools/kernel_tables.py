@@ -62,6 +62,27 @@ def shape_table(rows: Sequence[Mapping[str, Any]]) -> str:
     )
 
 
+def step_table(rows: Sequence[Mapping[str, Any]]) -> str:
+    """Return the table of whole steps, which `predictions` reads too."""
+    columns = ["case", "GB", "GFLOP", *(f"{gpu.name} us" for gpu in GPUS)]
+    return markdown(
+        columns,
+        (
+            (
+                row["case"],
+                f"{row['bytes'] / 1e9:.2f}",
+                f"{row['flops'] / 1e9:.1f}",
+                *(
+                    f"{time['roofline_us']:.0f} -> {time['predicted_us']:.0f}, "
+                    f"{time['gemm_share']:.0%} in products"
+                    for time in row["gpus"].values()
+                ),
+            )
+            for row in rows
+        ),
+    )
+
+
 def write_readme(text: str) -> None:
     """Put the tables between their two marks in kernels/README.md."""
     before, rest = README.read_text(encoding="utf-8").split(BEGIN)
@@ -83,5 +104,5 @@ def predictions(gpu: str) -> dict[str, float]:
             names = [cell.removesuffix(" us") for cell in cells]
             column = next((i for i, name in enumerate(names) if name and name in re.split(r"\W+", gpu)), -1)
         elif column >= 0 and column < len(cells) and "->" in cells[column]:
-            found[cells[1]] = float(cells[column].split("->")[1].split()[0]) / 1e6
+            found[cells[1]] = float(cells[column].split("->")[1].split()[0].rstrip(",")) / 1e6
     return found

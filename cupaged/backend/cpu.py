@@ -135,10 +135,9 @@ class CpuBackend:
         weights = [part["weight"] for part in parts]
         out_features, in_features = sum(map(len, weights)), weights[0].shape[1]
         if self._arena.measuring:
-            packed = linear.PackedLinear(
-                *(no_memory(shape, np.float32) for shape in linear.packed_shapes(out_features, in_features)),
-                out_features,
-            )
+            shapes = linear.packed_shapes(out_features, in_features)
+            panels, padded = (no_memory(shape, np.float32) for shape in shapes)
+            packed = linear.PackedLinear(panels, padded, out_features)
         else:
             joined = None if bias is None else _float_rows(bias, 0, out_features)
             packed = linear.pack_linear(lambda a, b: _float_rows(weights, a, b), joined, out_features)
