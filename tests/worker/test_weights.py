@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from safetensors.numpy import save_file
 
 from cupaged.models import Shard, Weight, load_model_class, load_model_config
-from cupaged.worker.weights import Checkpoint
+from cupaged.worker.weights import Checkpoint, DummyWeights
 from tools.make_tiny_model import CASES, LLAMA, make_weights, write_tiny_model
 
 TABLE = [
@@ -217,3 +217,19 @@ def test_index_without_a_map_is_refused(tmp_path: Path, index: str) -> None:
 
     with pytest.raises(ValueError, match="has no weight_map"):
         Checkpoint(tmp_path, TABLE)
+
+
+def test_dummy_weights_are_random_of_their_shape_and_take_the_memory_of_the_largest() -> None:
+    weights = DummyWeights(TABLE, "bfloat16", size=2)
+
+    tensors = {attribute: weights[attribute] for attribute in weights}
+
+    assert {attribute: tensor.shape for attribute, tensor in tensors.items()} == {
+        "first.weight": (2, 6),
+        "first.bias": (2,),
+        "second.weight": (6, 2),
+        "norm.weight": (6,),
+    }
+    assert (tensors["first.weight"].ravel() != tensors["second.weight"].ravel()).any()
+    assert (tensors["norm.weight"] == 1).all()
+    assert np.shares_memory(tensors["first.weight"], weights["first.weight"])
