@@ -97,7 +97,7 @@ class LMHead:
             self._weight = scope.backend.prepare_linear([{"weight": scope.tensor("weight")}])
 
     def __call__(self, x: Array) -> Array:
-        return self._communicator.all_gather(self._backend.linear(x, self._weight))
+        return self._communicator.all_gather(self._backend.logits(x, self._weight))
 
 
 class RMSNorm:
