@@ -116,6 +116,9 @@ class Backend(Protocol):
         It must be called before max_in_flight more steps begin.
         """
 
+    def synchronize(self) -> None:
+        """Wait until all that has begun is done; what was not fetched by then is lost."""
+
     # A step: begin_forward, upload, then operations.
     def begin_forward(self) -> None: ...
 
