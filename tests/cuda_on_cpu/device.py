@@ -6,6 +6,7 @@ Mode fast runs kernels plainly, check watches every access and finds races, coun
 import ctypes
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -32,15 +33,23 @@ class EmulatedKernel:
         self.name = name
         self.library = load(path)
         self._type = kernel_type(self.library, name)
-        self._parameters = parsed
+        self.parameters = parsed
         check_parameters(self._type, parsed)
 
     def __call__(self, grid: Grid, block: int, args: tuple[Any, ...], shared_bytes: int = 0) -> None:
         """Run the kernel over the grid; EmulatorError says what is wrong with it or with the launch."""
+        run = self.prepare(grid, block, args, shared_bytes)
+        if run is not None:
+            run()
+
+    def prepare(
+        self, grid: Grid, block: int, args: tuple[Any, ...], shared_bytes: int = 0
+    ) -> Callable[[], None] | None:
+        """Return what runs the kernel, any number of times, its arguments taken now; None without blocks."""
         self._check(grid, block, shared_bytes)
-        packed, arrays = pack(self._type, self._parameters, args)
+        packed, arrays = pack(self._type, self.parameters, args)
         if 0 in grid:
-            return
+            return None
         device = self.device
         request = LaunchRequest(
             kernel=ctypes.pointer(self._type),
@@ -53,11 +62,14 @@ class EmulatedKernel:
             order=ORDERS.index(device.schedule),
             early_copies=device.early_copies,
         )
+        return partial(self._run, request)
+
+    def _run(self, request: LaunchRequest) -> None:
         error = self.library.launch(ctypes.byref(request))
         if error is not None:
             raise EmulatorError(self._with_lines(error.decode()))
-        if device.on_launch is not None:
-            device.on_launch(self)
+        if self.device.on_launch is not None:
+            self.device.on_launch(self)
 
     def _check(self, grid: Grid, block: int, shared_bytes: int) -> None:
         if len(grid) != 3 or not all(0 <= n <= limit for n, limit in zip(grid, MAX_GRID, strict=True)):
