@@ -111,11 +111,12 @@ class EmulatedGpu:
         **options: Any,
     ) -> None:
         self.name, self.num_sms, self.stream = name, num_sms, STREAM
-        self.allocations: list[int] = []  # bytes of each, in the order of the calls
+        self.allocations: list[int] = []  # bytes of each so far, in order
+        self.pinned: list[int] = []  # likewise
         self.launches: list[str] = []  # kernels that the host launched; a test may clear it
         self._one_thread = OneThread()
         self._device = EmulatedDevice(mode, **options)
-        self._memory, self._pinned = Memory(memory), Memory(None)
+        self._memory, self._host = Memory(memory), Memory()
         self._stream = Stream(deferred=deferred)
         self._is_frozen = False
         self._kernels: dict[tuple[object, ...], GpuKernel] = {}
@@ -155,7 +156,8 @@ class EmulatedGpu:
         """Return page-locked uint8[num_bytes] of 0xFF."""
         with self._one_thread:
             self._forbid(f"pinning {num_bytes} bytes")
-            return self._pinned.allocate(num_bytes)
+            self.pinned.append(num_bytes)
+            return self._host.allocate(num_bytes)
 
     def view(self, memory: DeviceArray, offset: int, shape: tuple[int, ...], dtype: Any) -> DeviceArray:
         """Return the packed array that lies `offset` bytes into uint8 `memory`."""
@@ -228,7 +230,7 @@ class EmulatedGpu:
     def _copy(self, device: DeviceArray, host: NDArray[Any], *, is_to_host: bool) -> None:
         of_device = self.piece_of(device, "copy")
         address, num_bytes = host.ctypes.data, host.nbytes
-        of_host = self._pinned.piece(address, num_bytes)
+        of_host = self._host.piece(address, num_bytes)
         if of_host is None:
             raise EmulatorError(f"copy: the host's {host.dtype}{list(host.shape)} is not pinned")
         if not is_packed(host) or not is_packed(device):
