@@ -11,7 +11,7 @@ import ml_dtypes
 import numpy as np
 from numpy.typing import NDArray
 
-from cupaged.backend.arena import Arena, no_memory
+from cupaged.backend.arena import Arena, HostMemory, no_memory
 from cupaged.backend.base import Array, KVCacheView, Limits, LogprobArrays, MemoryUse, Part
 from cupaged.backend.host_memory import available_memory
 from cupaged.batch import Batch
@@ -62,7 +62,7 @@ class CpuBackend:
         code = "u2" if dtype == "bfloat16" else "f4"
         specialize(paged_attention.paged_attention_cpu, paged_attention.SIGNATURE.format(code))
         specialize(rope_kv_write.rope_kv_write_cpu, rope_kv_write.SIGNATURE.format(code))
-        self._arena = Arena()
+        self._arena = Arena(HostMemory())
         self._parallel = ParallelRunner(num_threads)
         self._kept_bytes = 0  # of what lives as long as the model, counted while measuring
 

@@ -5,12 +5,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from cupaged.backend.arena import ALIGNMENT, Arena
+from cupaged.backend.arena import Arena, HostMemory
 
 
 @pytest.fixture
 def arena() -> Arena:
-    arena = Arena()
+    arena = Arena(HostMemory())
     arena.create(64 * 100)
     return arena
 
@@ -24,7 +24,7 @@ def fill(arena: Arena, value: int, num_bytes: int = 64) -> Any:
 def test_arrays_are_aligned_and_apart(arena: Arena) -> None:
     arrays = [arena.take((n, 3), kind) for n, kind in ((1, np.uint8), (5, np.float32), (7, np.int32))]
 
-    assert [x.ctypes.data % ALIGNMENT for x in arrays] == [0, 0, 0]
+    assert [x.ctypes.data % HostMemory.alignment for x in arrays] == [0, 0, 0]
     assert [x.shape for x in arrays] == [(1, 3), (5, 3), (7, 3)]
     assert not any(np.shares_memory(a, b) for a in arrays for b in arrays if a is not b)
 
@@ -73,6 +73,34 @@ def test_forward_rewinds_everything(arena: Arena) -> None:
     assert np.shares_memory(before, arena.take((64,), np.uint8))
 
 
+def test_restored_arena_goes_on_where_it_stood(arena: Arena) -> None:
+    def forward() -> Any:
+        fill(arena, 1)
+        for layer in range(3):
+            arena.begin_layer()
+            hidden = fill(arena, 10 + layer)
+        return hidden
+
+    hidden = forward()
+    state = arena.state()
+    after = arena.take((64,), np.uint8)
+    arena.begin_forward()
+
+    arena.restore(state)
+
+    assert (hidden == 12).all()
+    assert np.shares_memory(arena.take((64,), np.uint8), after)
+    arena.begin_layer()
+    fill(arena, 13, 640)
+    assert (hidden == 12).all()
+
+
+def test_arrays_of_no_elements_need_no_room(arena: Arena) -> None:
+    arena.take((arena.num_bytes,), np.uint8)
+
+    assert arena.take((0, 3), np.float32).shape == (0, 3)
+
+
 def test_more_than_the_region_holds_is_refused_with_numbers(arena: Arena) -> None:
     arena.begin_layer()
 
@@ -83,7 +111,7 @@ def test_more_than_the_region_holds_is_refused_with_numbers(arena: Arena) -> Non
 
 
 def test_measured_size_is_exactly_enough() -> None:
-    arena = Arena()
+    arena = Arena(HostMemory())
 
     def run() -> None:
         arena.begin_forward()
@@ -103,7 +131,7 @@ def test_measured_size_is_exactly_enough() -> None:
 
 
 def test_measuring_takes_no_memory() -> None:
-    arena = Arena()
+    arena = Arena(HostMemory())
     shapes = []
 
     def run() -> None:
