@@ -53,7 +53,9 @@ FLOORS = {
     "3 models": Floor(("cupaged.models",), (*GROUND, "cupaged.backend.base"), ("numpy.typing",)),
     "3 models, tables": Floor(("cupaged.models.rope",), (*GROUND, "cupaged.models"), ("numpy",)),
     "2 backend": Floor(("cupaged.backend",), (*GROUND, *NUMBA, "cupaged.kernels"), ("numpy", "ml_dtypes")),
-    "2 device": Floor(("cupaged.backend.cupy_device",), ("cupaged.kernels",), ("cupy", "cupy_backends")),
+    "2 device": Floor(
+        ("cupaged.backend.cupy_device",), ("cupaged.kernels",), ("numpy", "cupy", "cupy_backends")
+    ),
     "2 seam": Floor(("cupaged.backend.base",), (*GROUND, "cupaged.backend.cpu"), ("numpy",)),
     "2 scheduler": Floor(("cupaged.scheduler",), (*GROUND, "cupaged.jit"), ("numpy",)),
     "1 kernels": Floor(("cupaged.kernels",), ("cupaged.jit",), ("numpy", "numba", "llvmlite", "ml_dtypes")),

@@ -13,9 +13,7 @@ from numpy.typing import NDArray
 from cupaged.kernels import launch
 from cupaged.kernels.launch import Array
 
-ALIGNMENT = (
-    256  # bytes, of what is allocated and of what is cut from it: cuBLAS's kernels want 16, caches 128
-)
+ALIGNMENT = 256  # bytes, of what is allocated and what is cut from it: cuBLAS wants 16, caches 128
 
 
 class Event(Protocol):
@@ -38,7 +36,10 @@ class Device(launch.Device, Protocol):
     name: str  # of the GPU, such as NVIDIA H200
     num_sms: int
     stream: int  # its address, for libraries that take one
-    cublaslt: Any  # the library, its functions by name as in ctypes.CDLL
+
+    @property
+    def cublaslt(self) -> Any:
+        """Return the library, its functions by name as in ctypes.CDLL."""
 
     def memory_info(self) -> tuple[int, int]:
         """Return the bytes of memory that are free, and all there are."""
