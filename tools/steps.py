@@ -185,15 +185,11 @@ def step_row(step: Step, case_seconds: Callable[[Case, Gpu], float]) -> dict[str
     }
     parts = step.parts()
     for gpu in GPUS:
-        seconds = {
-            str(part) if isinstance(part, Gemm) else part.name: count
-            * (gemm_seconds(part, gpu) if isinstance(part, Gemm) else case_seconds(part, gpu))
-            for count, part in parts
-        }
+        products = sum(count * gemm_seconds(part, gpu) for count, part in parts if isinstance(part, Gemm))
+        kernels = sum(count * case_seconds(part, gpu) for count, part in parts if isinstance(part, Case))
         row["gpus"][gpu.name] = {
             "roofline_us": round(1e6 * step.roofline(gpu.copy_bandwidth, gpu.matmul_flops), 1),
-            "predicted_us": round(1e6 * sum(seconds.values()), 1),
-            "gemm_share": sum(value for name, value in seconds.items() if name.startswith("gemm"))
-            / sum(seconds.values()),
+            "predicted_us": round(1e6 * (products + kernels), 1),
+            "gemm_share": products / (products + kernels),
         }
     return row
