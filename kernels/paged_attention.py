@@ -7,6 +7,7 @@ the tile, the chunk or the batch it came in. Online softmax: m is the running ma
 weights, acc the weighted values.
 """
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -14,7 +15,7 @@ import numpy as np
 from cupaged.jit import njit, prange
 from cupaged.kernels.bits import exp
 from cupaged.kernels.launch import Array, Device
-from cupaged.kernels.paged_decode import MAX_GROUP, paged_decode_cuda
+from cupaged.kernels.paged_decode import MAX_GROUP, Decodes, paged_decode_cuda
 from cupaged.kernels.paged_prefill import paged_prefill_cuda
 from cupaged.kernels.tile import ROWS, VECTOR, Places, multiply_rows
 from cupaged.kernels.tree import BLOCK, tree_max, tree_sum
@@ -254,35 +255,37 @@ def paged_attention_cuda(
     softcap: float,
     sinks: Array | None,  # float32[num_heads]
     out: Array,  # T[num_tokens, num_heads * head_dim]
-    num_decodes: int,  # the first sequences, of one new token each
-    workspace: Array,  # float32[paged_decode_workspace(...) or more]
-    max_splits: int,  # num_splits(seq_lens[:num_decodes]) or more
-    max_seq_len: int,  # max(seq_lens[:num_decodes]) or more
+    decodes: Sequence[Decodes],  # the first sequences, of one new token each; cut_decodes makes them
+    workspace: Array,  # float32[the largest paged_decode_workspace(...) of decodes, or more]
+    max_blocks: int | None = None,  # as paged_decode_cuda takes it
 ) -> None:
     """Attend from every query of the step to the cached keys up to its own.
 
     Decodes of a group that paged_decode does not take go with the prefills, where any group may be.
     """
     if q.shape[1] > MAX_GROUP * pool.shape[3]:
-        num_decodes = 0
-    shared = {
+        decodes = ()
+    shared: dict[str, Any] = {
         "scale": scale,
         "sliding_window": sliding_window,
         "softcap": softcap,
         "sinks": sinks,
-        "out": out,
     }
-    if num_decodes > 0:
+    num_decodes = 0
+    for first, num_decodes, max_splits, max_seq_len in decodes:
+        which = slice(first, num_decodes)
         paged_decode_cuda(
             device,
-            q,
+            q[which],
             pool,
             layer,
-            block_tables,
-            seq_lens=seq_lens[:num_decodes],
+            block_tables[which],
+            seq_lens=seq_lens[which],
+            out=out[which],
             workspace=workspace,
             max_splits=max_splits,
             max_seq_len=max_seq_len,
+            max_blocks=max_blocks,
             **shared,
         )
     if num_decodes < len(seq_lens):
@@ -295,5 +298,6 @@ def paged_attention_cuda(
             query_start=query_start,
             seq_lens=seq_lens,
             first_seq=num_decodes,
+            out=out,
             **shared,
         )

@@ -1,9 +1,11 @@
 // paged_decode.cu: attention of one new token a sequence over its paged keys and values.
 //
-// The tokens that a sequence sees are cut into splits of SPLIT, and a block does one split for one KV head. The splits
-// of a whole step are numbered one after the other, so a grid holds as many blocks as there are splits, however unlike
-// the lengths. A sequence of one split is done with that; those of the others meet in paged_decode_combine. Bit for
-// bit, what a sequence gets depends on its own tokens alone.
+// The tokens that a sequence sees are cut into splits of SPLIT. The splits of a whole step are numbered one after the
+// other, and one of them for one KV head is an item: as many items as there is work, however unlike the lengths. A
+// block does every gridDim-th item, which is one where the grid has as many blocks as items, and ends at the first that
+// the step does not have: so a CUDA graph, whose grid is fixed, serves any lengths. A sequence of one split is done
+// with that; those of the others meet in paged_decode_combine. Bit for bit, what a sequence gets depends on its own
+// tokens alone, not on the grid.
 //   out            T[num_seqs, num_heads, HEAD_DIM]
 //   workspace      float32[num_heads, max_splits, HEAD_DIM + 2], then int32[num_seqs]: what splits leave, see Partials
 //   q              T[num_seqs, num_heads, HEAD_DIM], q_stride elements from sequence to sequence
@@ -25,13 +27,14 @@
 // 4.8 TB/s times a latency of 1 us is 36 KB an SM.
 //
 // kernel paged_decode
-//   grid       max_splits * num_kv_heads, block 128
+//   grid       max_splits * num_kv_heads or fewer, block 128
 //   unique     sum(min(n, window) for n in seq_lens) * 2 * num_kv_heads * HEAD_DIM * sizeof_T
 //              + sum(min(n, 1) for n in seq_lens) * num_heads * HEAD_DIM * sizeof_T
 //              + sum(HEAD_DIM * sizeof_T if s == 1 else s * (HEAD_DIM * 4 + 8) for n in seq_lens
 //                    for s in (ceil_div(n - max(0, n - window) // 16 * 16, SPLIT),)) * num_heads
 //   bytes      sum(min(n, window) for n in seq_lens) * 2 * num_kv_heads * HEAD_DIM * sizeof_T
-//              + max_splits * (num_heads * HEAD_DIM * sizeof_T + num_kv_heads * 4 * (ceil_div(num_seqs, 8) * 32 + 160))
+//              + sum(ceil_div(n - max(0, n - window) // 16 * 16, SPLIT) for n in seq_lens)
+//                * (num_heads * HEAD_DIM * sizeof_T + num_kv_heads * 4 * (ceil_div(num_seqs, 8) * 32 + 160))
 //              + sum(HEAD_DIM * sizeof_T if s == 1 else s * (HEAD_DIM * 4 + 32) for n in seq_lens
 //                    for s in (ceil_div(n - max(0, n - window) // 16 * 16, SPLIT),)) * num_heads
 //   flops      sum(ceil_div(min(n, window), 16) * 16 for n in seq_lens) * 16 * num_kv_heads * 4 * HEAD_DIM
@@ -45,9 +48,9 @@
 //   bytes      num_seqs * num_heads * 4 * 32
 //              + sum(HEAD_DIM * sizeof_T + s * (HEAD_DIM * 4 + 32) + 4 * 32 for n in seq_lens
 //                    for s in (ceil_div(n - max(0, n - window) // 16 * 16, SPLIT),) if s > 1) * num_heads
-//   flops      max_splits * num_heads * 2 * HEAD_DIM
+//   flops      sum(ceil_div(n - max(0, n - window) // 16 * 16, SPLIT) for n in seq_lens) * num_heads * 2 * HEAD_DIM
 //   registers  48
-//   shared     min(ceil_div(ceil_div(min(max(seq_lens), window + 15), SPLIT), 128 // (HEAD_DIM // 4)), 20) * 2048 + 128
+//   shared     min(ceil_div(ceil_div(min(max_seq_len, window + 15), SPLIT), 128 // (HEAD_DIM // 4)), 20) * 2048 + 128
 #include "attention.cuh"
 
 #if !defined(SPLIT) || !defined(SLOTS)
@@ -252,50 +255,54 @@ paged_decode(T* out, float4* workspace, const T* q, const T* pool, const int* bl
              float tanh_factor) {
   DYNAMIC_SHARED(shared);
   SHARED_ARRAY(float2, weights, [WARPS][ROWS]);
-  const int kv_head = blockIdx.x % num_kv_heads, index = blockIdx.x / num_kv_heads;
-  const Place place = find_split(index, seq_lens, num_seqs, window);
-  if (place.seq < 0) return;
-  const int warp = threadIdx.x / WARP, lane = threadIdx.x % WARP, seq_len = seq_lens[place.seq];
+  const int num_blocks = gridDim.x;
+  for (int item = blockIdx.x; item < max_splits * num_kv_heads; item += num_blocks) {
+    if (item >= num_blocks) __syncthreads();  // no thread reads in shared memory what the item before left
+    const int kv_head = item % num_kv_heads, index = item / num_kv_heads;
+    const Place place = find_split(index, seq_lens, num_seqs, window);
+    if (place.seq < 0) return;
+    const int warp = threadIdx.x / WARP, lane = threadIdx.x % WARP, seq_len = seq_lens[place.seq];
 
-  T* const queries = reinterpret_cast<T*>(shared);  // [ROWS][ROW_STRIDE], behind them the warps' rings
-  if (warp == 0) copy_queries(queries, q + place.seq * q_stride + kv_head * group * HEAD_DIM, group);
-  commit_copies();
-  const int64_t head_size = static_cast<int64_t>(block_size) * HEAD_DIM;
-  const int origin = first_token(seq_len, window) + place.split * SPLIT;
-  Walk walk = {};
-  walk.ring = queries + (ROWS + warp * SLOTS * TILE) * ROW_STRIDE;
-  walk.keys = pool + layer_offset + kv_head * head_size;
-  walk.values = num_kv_heads * head_size;
-  walk.begin = max(0, seq_len - window - origin);
-  walk.end = min(SPLIT, seq_len - origin);
-  walk.num_tiles = (walk.end + TILE - 1) / TILE;
-  if (lane < walk.num_tiles) {
-    const int token = origin + lane * TILE;
-    const int64_t block = block_tables[static_cast<int64_t>(place.seq) * table_stride + token / block_size];
-    walk.offset = block * block_stride + token % block_size * HEAD_DIM;
-  }
+    T* const queries = reinterpret_cast<T*>(shared);  // [ROWS][ROW_STRIDE], behind them the warps' rings
+    if (warp == 0) copy_queries(queries, q + place.seq * q_stride + kv_head * group * HEAD_DIM, group);
+    commit_copies();
+    const int64_t head_size = static_cast<int64_t>(block_size) * HEAD_DIM;
+    const int origin = first_token(seq_len, window) + place.split * SPLIT;
+    Walk walk = {};
+    walk.ring = queries + (ROWS + warp * SLOTS * TILE) * ROW_STRIDE;
+    walk.keys = pool + layer_offset + kv_head * head_size;
+    walk.values = num_kv_heads * head_size;
+    walk.begin = max(0, seq_len - window - origin);
+    walk.end = min(SPLIT, seq_len - origin);
+    walk.num_tiles = (walk.end + TILE - 1) / TILE;
+    if (lane < walk.num_tiles) {
+      const int token = origin + lane * TILE;
+      const int64_t block = block_tables[static_cast<int64_t>(place.seq) * table_stride + token / block_size];
+      walk.offset = block * block_stride + token % block_size * HEAD_DIM;
+    }
 #pragma unroll
-  for (int half = 0; half < SLOTS - 1; half++) walk.start(half);
-  wait_copies<SLOTS - 1>();
-  __syncthreads();  // the queries are there
+    for (int half = 0; half < SLOTS - 1; half++) walk.start(half);
+    wait_copies<SLOTS - 1>();
+    __syncthreads();  // the queries are there
 
-  float o[1][HEAD_DIM / 8][4] = {}, m[1][2] = {{MINUS_INFINITY, MINUS_INFINITY}}, l[1][2] = {};
-  attend(o, m, l, queries, walk, factor, tanh_factor);
+    float o[1][HEAD_DIM / 8][4] = {}, m[1][2] = {{MINUS_INFINITY, MINUS_INFINITY}}, l[1][2] = {};
+    attend(o, m, l, queries, walk, factor, tanh_factor);
 
-  __syncthreads();  // no warp reads queries or rings any more
-  float* const values = reinterpret_cast<float*>(shared);  // [WARPS][ROWS][ROW_STRIDE] in their place
-  store_part(values + warp * ROWS * ROW_STRIDE, weights[warp], o[0], m[0], l[0], group);
-  __syncthreads();
-  const int num_heads = num_kv_heads * group;
-  const Partials partials(workspace, num_heads, max_splits);
-  if (place.split == 0 && kv_head == 0 && threadIdx.x == 0) partials.first[place.seq] = index;
-  for (int i = threadIdx.x; i < group * LANES; i += THREADS) {
-    const int row = i / LANES, head = kv_head * group + row, d = i % LANES * 4;
-    const Part all = add_warps(values + row * ROW_STRIDE + d, weights, row);
-    if (num_splits(seq_len, window) == 1) {
-      finish(out + (static_cast<int64_t>(place.seq) * num_heads + head) * HEAD_DIM + d, all, sinks, head);
-    } else {
-      partials.store(head, index, d, all);
+    __syncthreads();  // no warp reads queries or rings any more
+    float* const values = reinterpret_cast<float*>(shared);  // [WARPS][ROWS][ROW_STRIDE] in their place
+    store_part(values + warp * ROWS * ROW_STRIDE, weights[warp], o[0], m[0], l[0], group);
+    __syncthreads();
+    const int num_heads = num_kv_heads * group;
+    const Partials partials(workspace, num_heads, max_splits);
+    if (place.split == 0 && kv_head == 0 && threadIdx.x == 0) partials.first[place.seq] = index;
+    for (int i = threadIdx.x; i < group * LANES; i += THREADS) {
+      const int row = i / LANES, head = kv_head * group + row, d = i % LANES * 4;
+      const Part all = add_warps(values + row * ROW_STRIDE + d, weights, row);
+      if (num_splits(seq_len, window) == 1) {
+        finish(out + (static_cast<int64_t>(place.seq) * num_heads + head) * HEAD_DIM + d, all, sinks, head);
+      } else {
+        partials.store(head, index, d, all);
+      }
     }
   }
 }

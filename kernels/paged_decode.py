@@ -1,7 +1,10 @@
 """Attention of one new token a sequence over the paged KV cache, on tensor cores, each context in splits.
 
-The twin is paged_attention_cpu. How many splits a step has is the host's to know: it decides the grid.
+The twin is paged_attention_cpu. How many splits a step has is the host's to know: it decides the grid. Where
+the host cannot say, because a CUDA graph keeps its grid, most_splits and blocks_at_once do.
 """
+
+from typing import NamedTuple
 
 import numpy as np
 
@@ -18,12 +21,70 @@ SLOTS = {64: 5, 80: 5, 96: 5, 128: 4, 192: 3, 256: 2}
 THREADS = 128
 TILE = 16  # tokens
 MAX_DEPTH = 20  # 16-byte copies of a thread of paged_decode_combine that are in flight: 40 KiB of a block
+SHARED_BYTES = 228 << 10  # of an SM of sm_90 and sm_100, of which each block takes 1 KiB for itself
+
+
+class Decodes(NamedTuple):
+    """The sequences [first, end) of a step, which one launch serves, and what it has room for."""
+
+    first: int
+    end: int
+    max_splits: int  # all of theirs, or more
+    max_seq_len: int  # of the longest, or more
+
+
+def splits_of(seq_lens: Array, sliding_window: int) -> Array:
+    """Return each sequence's splits, of int32[num_seqs] on the host; padding has none."""
+    first = np.maximum(seq_lens - window_of(sliding_window), 0) // TILE * TILE
+    return -((first - seq_lens) // SPLIT)
 
 
 def num_splits(seq_lens: Array, sliding_window: int) -> int:
-    """Return the splits of a step's sequences, int32[num_seqs] on the host; padding has none."""
-    first = np.maximum(seq_lens - window_of(sliding_window), 0) // TILE * TILE
-    return int((-((first - seq_lens) // SPLIT)).sum())
+    """Return the splits of a step's sequences, int32[num_seqs] on the host."""
+    return int(splits_of(seq_lens, sliding_window).sum())
+
+
+def most_splits(num_seqs: int, seq_len: int, num_slots: int) -> int:
+    """Return the most splits that sequences of up to seq_len tokens have in a cache of num_slots tokens.
+
+    Whatever the window. Those that share blocks may have more: cut_decodes.
+    """
+    return min(num_seqs * ceil_div(seq_len, SPLIT), num_slots // SPLIT + num_seqs)
+
+
+def cut_decodes(seq_lens: Array, sliding_window: int, max_splits: int) -> list[Decodes]:
+    """Return the launches for a step's decodes, int32[num_decodes] on the host, in order.
+
+    One, unless they have more than max_splits splits together. No sequence has more on its own.
+    """
+    splits = splits_of(seq_lens, sliding_window).tolist()
+    launches: list[Decodes] = []
+    first = total = 0
+    for seq, own in enumerate(splits):
+        if total + own > max_splits:
+            launches.append(Decodes(first, seq, total, int(seq_lens[first:seq].max())))
+            first, total = seq, 0
+        total += own
+    if splits:
+        launches.append(Decodes(first, len(splits), total, int(seq_lens[first:].max())))
+    return launches
+
+
+def shared_bytes(head_dim: int) -> int:
+    """Return the dynamic shared memory of a block of paged_decode: queries and rings, in padded rows."""
+    return (TILE + 4 * TILE * SLOTS[head_dim]) * (head_dim + 8) * 2
+
+
+def blocks_at_once(num_sms: int, head_dim: int) -> int:
+    """Return max_blocks for a launch that has room for more splits than most steps have.
+
+    As many blocks as the GPU holds at once, by shared memory and registers, and each walks its share of the
+    splits. More would gain nothing where there is work for all, as they wait for a place; where there is not
+    they would each cost a look at all lengths behind the blocks that have work. Fewer would leave SMs without
+    enough loads in flight. An SM with less shared memory holds fewer, and the others wait, as they always do.
+    """
+    by_registers = 4 if head_dim <= 128 else 2  # MIN_BLOCKS of paged_decode.cu
+    return num_sms * min(by_registers, SHARED_BYTES // (shared_bytes(head_dim) + 512 + 1024))
 
 
 def paged_decode_workspace(max_splits: int, num_seqs: int, num_heads: int, head_dim: int) -> int:
@@ -47,8 +108,12 @@ def paged_decode_cuda(
     workspace: Array,  # float32[paged_decode_workspace(...) or more]
     max_splits: int,  # num_splits(seq_lens) or more
     max_seq_len: int,  # max(seq_lens) or more
+    max_blocks: int | None = None,  # of the grid; None = one for each split and KV head
 ) -> None:
-    """Attend from each sequence's one new token to its cached keys; the grid depends on the max_* alone."""
+    """Attend from each sequence's one new token to its cached keys; the grid depends on the max_* alone.
+
+    max_* change no bit of the result.
+    """
     num_heads, head_dim = q.shape[1:]
     num_kv_heads, block_size = pool.shape[3:5]
     group = num_heads // num_kv_heads
@@ -58,12 +123,13 @@ def paged_decode_cuda(
             f"most {MAX_GROUP}; use a model with fewer query heads a KV head"
         )
     element = element_of(q, pool, out)
-    num_seqs, slots, window = len(seq_lens), SLOTS[head_dim], window_of(sliding_window)
-    constants = {"ELEMENT": element, "HEAD_DIM": head_dim, "SPLIT": SPLIT, "SLOTS": slots}
+    num_seqs, window = len(seq_lens), window_of(sliding_window)
+    constants = {"ELEMENT": element, "HEAD_DIM": head_dim, "SPLIT": SPLIT, "SLOTS": SLOTS[head_dim]}
     needed = paged_decode_workspace(max_splits, num_seqs, num_heads, head_dim)
     assert workspace.size >= needed, f"workspace has {workspace.size} floats, the launch needs {needed}"
+    num_items = max_splits * num_kv_heads
     device.kernel("paged_decode", "paged_decode", **constants)(
-        (max_splits * num_kv_heads, 1, 1),
+        (num_items if max_blocks is None else min(num_items, max_blocks), 1, 1),
         THREADS,
         (
             *(out, workspace, q, pool, block_tables, seq_lens, sinks),
@@ -71,7 +137,7 @@ def paged_decode_cuda(
             *(num_seqs, num_kv_heads, max_splits, group, block_size, window),
             *score_factors(scale, softcap),
         ),
-        shared_bytes=(16 + 4 * 16 * slots) * (head_dim + 8) * 2,  # queries and rings, in padded rows
+        shared_bytes=shared_bytes(head_dim),
     )
     most = ceil_div(min(max_seq_len, window + TILE - 1), SPLIT)  # splits of a sequence
     if most > 1:

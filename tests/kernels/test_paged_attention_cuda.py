@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from cupaged.kernels.paged_attention import paged_attention_cuda
-from cupaged.kernels.paged_decode import num_splits, paged_decode_workspace
+from cupaged.kernels.paged_decode import SPLIT, cut_decodes, paged_decode_workspace
 from tests.cuda_on_cpu.device import EmulatedDevice
 from tests.kernels.elements import Array
 from tests.kernels.paging_cuda import DTYPES, Chunk, CudaCase, Step
@@ -20,19 +20,19 @@ def launch(device: EmulatedDevice, case: CudaCase, decodes: list[Chunk], chunks:
     return attend(device, case, case.step(*decodes, *chunks), len(decodes))
 
 
-def attend(device: EmulatedDevice, case: CudaCase, step: Step, num_decodes: int) -> Array:
-    decode_lens = step.seq_lens[:num_decodes]
-    max_splits = num_splits(decode_lens, case.sliding_window)
-    num_floats = paged_decode_workspace(max_splits, num_decodes, case.num_heads, case.head_dim)
+def attend(
+    device: EmulatedDevice, case: CudaCase, step: Step, num_decodes: int, max_splits: int = 100
+) -> Array:
+    decodes = cut_decodes(step.seq_lens[:num_decodes], case.sliding_window, max_splits)
+    splits = max((each.max_splits for each in decodes), default=0)
+    num_floats = paged_decode_workspace(splits, num_decodes, case.num_heads, case.head_dim)
     paged_attention_cuda(
         device,
         *step.places,
         query_start=step.query_start,
         **step.options,
-        num_decodes=num_decodes,
+        decodes=decodes,
         workspace=np.full(num_floats, np.nan, np.float32),
-        max_splits=max_splits,
-        max_seq_len=int(decode_lens.max(initial=0)),
     )
     return step.out
 
@@ -83,3 +83,13 @@ def test_bits_do_not_depend_on_the_other_kind(device: EmulatedDevice) -> None:
 
     assert mixed[:3].tobytes() == launch(device, case, DECODES, []).tobytes()
     assert mixed[3:].tobytes() == launch(device, case, [], CHUNKS).tobytes()
+
+
+def test_decodes_in_several_launches_have_the_same_bits(device: EmulatedDevice) -> None:
+    case = CudaCase((SPLIT + 1, 3 * SPLIT, 20, 700, 60), 6, 2, 64)
+    step = case.step(*((seq, n - 1, n) for seq, n in enumerate(case.lens[:4])), (4, 0, 60))
+
+    together = attend(device, case, step, 4).tobytes()
+    step.out[...] = np.nan
+
+    assert attend(device, case, step, 4, max_splits=3).tobytes() == together

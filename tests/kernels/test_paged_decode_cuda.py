@@ -11,6 +11,10 @@ import pytest
 
 from cupaged.kernels.paged_decode import (
     SPLIT,
+    Decodes,
+    blocks_at_once,
+    cut_decodes,
+    most_splits,
     num_splits,
     paged_decode_cuda,
     paged_decode_workspace,
@@ -30,8 +34,15 @@ def newest(lens: tuple[int, ...]) -> list[Chunk]:
     return [(seq, n - 1, n) for seq, n in enumerate(lens)]
 
 
-def launch(device: EmulatedDevice, step: Step, *, spare_splits: int = 0, longer: int = 0) -> Array:
-    """Run the step with a grid for spare_splits more splits and sequences `longer` than there are."""
+def launch(
+    device: EmulatedDevice,
+    step: Step,
+    *,
+    spare_splits: int = 0,
+    longer: int = 0,
+    max_blocks: int | None = None,
+) -> Array:
+    """Run the step with room for spare_splits more splits and sequences `longer` than there are."""
     max_splits = num_splits(step.seq_lens, step.sliding_window) + spare_splits
     num_floats = paged_decode_workspace(max_splits, len(step.seq_lens), *step.q.shape[1:])
     paged_decode_cuda(
@@ -41,6 +52,7 @@ def launch(device: EmulatedDevice, step: Step, *, spare_splits: int = 0, longer:
         workspace=np.full(num_floats, np.nan, np.float32),
         max_splits=max_splits,
         max_seq_len=step.max_seq_len + longer,
+        max_blocks=max_blocks,
     )
     return step.out
 
@@ -176,6 +188,50 @@ def test_bits_are_the_same_under_all_schedules(num_heads: int, num_kv_heads: int
     assert identical_under_all_schedules(run, step.out)
 
 
+@pytest.mark.parametrize("max_blocks", [1, 2, 3, 5, 23, 24, 1000])
+@pytest.mark.parametrize("spare_splits", [0, 7])
+def test_bits_are_the_same_in_any_grid(device: EmulatedDevice, max_blocks: int, spare_splits: int) -> None:
+    case = CudaCase((3000, 1, 700, 30, 513), 6, 2, 64, softcap=20.0)  # 12 splits, for 2 KV heads each
+    step = case.step(*newest(case.lens), padding=2)
+    expected = launch(device, step).tobytes()
+    step.out[...] = np.nan
+
+    out = launch(device, step, spare_splits=spare_splits, longer=9000, max_blocks=max_blocks)
+
+    assert out.tobytes() == expected
+
+
+@pytest.mark.parametrize(("num_heads", "num_kv_heads", "head_dim"), HEADS)
+def test_blocks_of_several_items_equal_dense_attention(
+    device: EmulatedDevice, num_heads: int, num_kv_heads: int, head_dim: int
+) -> None:
+    case = CudaCase(LENS, num_heads, num_kv_heads, head_dim, sliding_window=1200)
+
+    case.assert_close(launch(device, case.step(*newest(LENS)), max_blocks=2), *newest(LENS))
+
+
+@pytest.mark.parametrize("max_blocks", [1, 5])
+def test_blocks_of_padding_alone_write_nothing(device: EmulatedDevice, max_blocks: int) -> None:
+    case = CudaCase((17,), 4, 2, 64)
+    step = case.step(*newest(case.lens))
+    step.seq_lens[:] = 0
+
+    out = launch(device, step, spare_splits=9, longer=4000, max_blocks=max_blocks)
+
+    assert np.isnan(out.astype(np.float32)).all()
+
+
+@pytest.mark.parametrize("head_dim", [64, 256])
+def test_bits_of_blocks_of_several_items_are_the_same_under_all_schedules(head_dim: int) -> None:
+    case = CudaCase((97, 1500, 5), 4, 2, head_dim)
+    step = case.step(*newest(case.lens))
+
+    def run(device: EmulatedDevice) -> None:
+        launch(device, step, spare_splits=3, max_blocks=2)
+
+    assert identical_under_all_schedules(run, step.out)
+
+
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_many_splits_are_merged(dtype: Any) -> None:
     lens = (25_000, 5000)  # more splits than are in flight at a time, and than a warp has lanes
@@ -202,6 +258,37 @@ def test_splits_are_counted_as_the_kernel_does() -> None:
     assert num_splits(lens, 1) == 0 + 1 + 1 + 1 + 1
     assert num_splits(lens, SPLIT) == 0 + 1 + 1 + 2 + 1  # a split begins with a tile, here before the window
     assert num_splits(lens, SPLIT + 1) == 0 + 1 + 1 + 2 + 2
+
+
+def test_decodes_are_cut_where_they_have_more_splits_than_there_is_room_for() -> None:
+    lens = np.array([3 * SPLIT, 0, 1, SPLIT + 1, 0], np.int32)
+
+    assert cut_decodes(lens, 0, 6) == [Decodes(0, 5, 6, 3 * SPLIT)]
+    assert cut_decodes(lens, 0, 5) == [Decodes(0, 3, 4, 3 * SPLIT), Decodes(3, 5, 2, SPLIT + 1)]
+    assert cut_decodes(lens, 0, 3) == [Decodes(0, 2, 3, 3 * SPLIT), Decodes(2, 5, 3, SPLIT + 1)]
+    assert cut_decodes(lens, 1, 3) == [Decodes(0, 5, 3, 3 * SPLIT)]
+    assert cut_decodes(lens[1:2], 0, 0) == [Decodes(0, 1, 0, 0)]
+    assert cut_decodes(lens[:0], 0, 3) == []
+
+
+@pytest.mark.parametrize("lens", [(1,) * 40, (SPLIT + 1,) * 7, (5 * SPLIT, 1, SPLIT), (2048,)])
+@pytest.mark.parametrize("sliding_window", [0, 1, SPLIT, SPLIT + 1])
+def test_sequences_have_most_splits_at_most(lens: tuple[int, ...], sliding_window: int) -> None:
+    splits = num_splits(np.array(lens, np.int32), sliding_window)
+
+    assert splits <= most_splits(len(lens), max(lens), sum(lens))
+
+
+def test_most_splits_are_bounded_by_cache_and_by_length() -> None:
+    assert most_splits(256, 131_072, 512 * 800) == 800 + 256
+    assert most_splits(256, 300, 512 * 800) == 256
+    assert most_splits(1, 8192, 512 * 800) == 16
+
+
+def test_blocks_at_once_are_those_that_an_sm_has_room_for() -> None:
+    assert blocks_at_once(132, 64) == 4 * 132  # by registers
+    assert blocks_at_once(132, 128) == 3 * 132  # by shared memory
+    assert blocks_at_once(132, 256) == 2 * 132
 
 
 def test_shapes_without_a_kernel_are_refused(device: EmulatedDevice) -> None:
