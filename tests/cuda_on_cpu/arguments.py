@@ -30,12 +30,16 @@ class Span(NamedTuple):
 
 
 def _span(array: Array, parameter: Parameter) -> Span:
-    begin = owner = array.ctypes.data
+    begin = array.ctypes.data
     root = array
-    while isinstance(root, np.ndarray):
-        owner, root = root.ctypes.data, root.base
-    last = sum((size - 1) * stride for size, stride in zip(array.shape, array.strides, strict=True))
-    end = begin + (last + array.itemsize if array.size else 0)
+    while isinstance(root.base, np.ndarray):
+        root = root.base
+    owner = begin if root is array else root.ctypes.data
+    end = begin
+    if array.size:
+        end += array.itemsize
+        for size, stride in zip(array.shape, array.strides, strict=True):
+            end += (size - 1) * stride
     return Span(begin, end, owner, array.itemsize, parameter.is_const, (parameter.name,))
 
 
@@ -70,7 +74,7 @@ def check_parameters(kernel: KernelType, parsed: Sequence[Parameter]) -> None:
         )
 
 
-def _array_fault(array: Any, kind: ParameterType, parameter: Parameter) -> str:
+def _array_fault(array: Any, kind: ParameterType) -> str:
     if not isinstance(array, np.ndarray):
         return f"is a {type(array).__name__}, not an array"
     if kind.size not in (0, array.itemsize):
@@ -82,9 +86,6 @@ def _array_fault(array: Any, kind: ParameterType, parameter: Parameter) -> str:
         return f"has strides {array.strides}, but a pointer is to the first byte"
     if not array.flags.writeable and not kind.is_const:
         return "is read-only, but the kernel's parameter is not const"
-    phase = _span(array, parameter).phase
-    if phase % parameter.alignment:
-        return f"begins {phase} bytes into an allocation, but is moved by {parameter.alignment}"
     return ""
 
 
@@ -109,14 +110,22 @@ def pack(
     for i, (arg, parameter) in enumerate(zip(args, parsed, strict=True)):
         is_array = parameter.code == "P" and arg is not None
         if is_array:
-            fault = _array_fault(arg, kernel.parameters[i], parameter)
+            fault = _array_fault(arg, kernel.parameters[i])
         else:
             fault = _number_fault(0 if parameter.code == "P" else arg, kernel.parameters[i])
         if fault:
             raise EmulatorError(f"{name}: argument {parameter.name!r} {fault}")
-        if is_array:
-            spans.append(_span(arg, parameter))
-        values.append(arg.ctypes.data if is_array else arg or 0)
+        if not is_array:
+            values.append(arg or 0)
+            continue
+        span = _span(arg, parameter)
+        if span.phase % parameter.alignment:
+            raise EmulatorError(
+                f"{name}: argument {parameter.name!r} begins {span.phase} bytes into an allocation, but is "
+                f"moved by {parameter.alignment}"
+            )
+        spans.append(span)
+        values.append(span.begin)
     packed = struct.pack("@" + "".join(parameter.code for parameter in parsed), *values)
     if len(packed) != kernel.parameter_bytes:
         raise EmulatorError(f"{name}: {len(packed)} bytes of parameters, not {kernel.parameter_bytes}")

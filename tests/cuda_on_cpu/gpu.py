@@ -143,10 +143,10 @@ class EmulatedGpu:
         """Return uint8[num_bytes] of 0xFF; ValueError if it is not there."""
         with self._one_thread:
             self._forbid(f"allocating {num_bytes} bytes")
-            free, total = self.memory_info()
+            free, _ = self.memory_info()
             if num_bytes > free:
                 raise ValueError(
-                    f"{num_bytes} bytes of GPU memory are needed, but {free} of {total} are free; lower "
+                    f"{num_bytes} bytes of GPU memory are wanted but {free} are free; lower "
                     "gpu_memory_utilization, max_num_seqs or max_num_batched_tokens"
                 )
             self.allocations.append(num_bytes)
@@ -265,10 +265,10 @@ class EmulatedGpu:
         """Return how long `work` takes in the stream's own time, the same in every run."""
         with self._one_thread:
             self.synchronize()
-            began = self._stream.seconds
+            self._stream.seconds = 0.0
             work()
             self.synchronize()
-            return self._stream.seconds - began
+            return self._stream.seconds
 
     def capture(self, work: Callable[[], None]) -> EmulatedGraph:
         """Record what `work` would put on the stream; nothing runs."""

@@ -99,6 +99,10 @@ class Piece:
             raise EmulatorError(f"memory of {self.num_bytes} bytes was freed, but is still in use")
         return root
 
+    def is_watched(self, offset: int, num_bytes: int) -> bool:
+        """Return whether a copy of any of these bytes is under way."""
+        return any(watch.begin < offset + num_bytes and offset < watch.end for watch in self.watches)
+
     def holds(self, address: int, num_bytes: int) -> bool:
         """Return whether these bytes are within it."""
         return self.begin <= address and address + num_bytes <= self.begin + self.num_bytes
@@ -108,18 +112,21 @@ class Watch:
     """Pinned bytes that the host must leave alone while a copy is under way."""
 
     def __init__(self, piece: Piece, offset: int, num_bytes: int) -> None:
-        self._piece, self._bytes = piece, slice(offset, offset + num_bytes)
+        self._piece, self.begin, self.end = piece, offset, offset + num_bytes
         self.renew()
         piece.watches.append(self)
 
     def renew(self) -> None:
         """Take what is there now for right: the device itself has written."""
-        self._found = zlib.crc32(self._piece.root()[self._bytes].data)
+        self._sum = self._sum_now()
 
     def has_changed(self) -> bool:
         """Return whether the host has written meanwhile, and stop watching."""
         self._piece.watches.remove(self)
-        return zlib.crc32(self._piece.root()[self._bytes].data) != self._found
+        return self._sum_now() != self._sum
+
+    def _sum_now(self) -> int:
+        return zlib.crc32(self._piece.root()[self.begin : self.end].data)
 
 
 class Memory:

@@ -64,8 +64,8 @@ class Copy(NamedTuple):
         return self.num_bytes / BYTES_PER_SECOND
 
     def begin(self) -> Run:
-        """Overwrite a target: who reads it before the copy is done reads garbage, as on a GPU."""
-        if self.is_to_host:
+        """Overwrite a target, unless work before this needs it: who reads it too early reads garbage."""
+        if self.is_to_host and not self.host.is_watched(self.host_offset, self.num_bytes):
             self._host_bytes().fill(FILL)
         return partial(self._run, Watch(self.host, self.host_offset, self.num_bytes))
 
@@ -101,7 +101,7 @@ class Stream:
         self._recorded: list[Work] | None = None  # while it captures
         self._failure: Exception | None = None
         self.num_put = self._num_done = 0
-        self.seconds = 0.0  # of all that was done
+        self.seconds = 0.0  # of what was done since somebody set it to 0
 
     @property
     def is_capturing(self) -> bool:
