@@ -1,6 +1,7 @@
 """Write a tiny random Hugging Face directory: config.json, model.safetensors, optionally a tokenizer.
 
     python -m tools.make_tiny_model llama /tmp/tiny            one of CASES
+    python -m tools.make_tiny_model clear_llama /tmp/tiny      one of CLEAR_CASES
     python -m tools.make_tiny_model chat /tmp/tiny             llama with a byte-level tokenizer
 
 Weights come from a seed through raw Philox words, so they are the same bits on every platform, and are scaled
@@ -13,6 +14,7 @@ import zlib
 from pathlib import Path
 from typing import Any
 
+import ml_dtypes  # noqa: F401, NumPy then knows bfloat16
 import numpy as np
 from numpy.typing import NDArray
 from safetensors.numpy import save_file
@@ -123,6 +125,28 @@ CASES: dict[str, dict[str, Any]] = {
     },
 }
 
+# For comparisons of backends: of a dtype and of sizes that CUDA kernels take, and with few near ties between
+# the most likely tokens (make_clear_weights), so that a rounding rarely changes a token.
+CLEAR = {
+    "vocab_size": 256,
+    "hidden_size": 128,
+    "intermediate_size": 256,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 64,
+    "max_position_embeddings": 1024,
+    "torch_dtype": "bfloat16",
+}
+CLEAR_CASES: dict[str, dict[str, Any]] = {
+    "clear_llama": LLAMA | CLEAR,
+    "clear_llama_f16": LLAMA | CLEAR | {"torch_dtype": "float16"},
+    "clear_llama_128": LLAMA | CLEAR | {"head_dim": 128, "num_key_value_heads": 1, "num_hidden_layers": 3},
+    "clear_mistral": MISTRAL | CLEAR | {"sliding_window": 40},
+    "clear_qwen2": QWEN2 | CLEAR,
+    "clear_qwen3": QWEN3 | CLEAR,
+}
+
 # Rope as published models have it, for a comparison of the tables alone.
 ROPES: dict[str, dict[str, Any]] = {
     "smollm2": {"head_dim": 64, "max_position_embeddings": 8192, "rope_theta": 100000.0},
@@ -182,9 +206,20 @@ CHAT = LLAMA | {"vocab_size": 288, "max_position_embeddings": 512, "eos_token_id
 
 def write_tiny_model(directory: Path, config: dict[str, Any], *, seed: int = 0) -> Path:
     """Write config.json and model.safetensors in float32 into `directory` and return it."""
+    return _write(directory, config, make_weights(config, seed))
+
+
+def write_clear_model(directory: Path, config: dict[str, Any], *, seed: int = 0) -> Path:
+    """Write config.json and model.safetensors in the config's dtype into `directory` and return it."""
+    dtype = np.dtype(config["torch_dtype"])
+    tensors = {name: tensor.astype(dtype) for name, tensor in make_clear_weights(config, seed).items()}
+    return _write(directory, config, tensors)
+
+
+def _write(directory: Path, config: dict[str, Any], tensors: dict[str, NDArray[Any]]) -> Path:
     directory.mkdir(parents=True, exist_ok=True)
     (directory / "config.json").write_text(json.dumps(config, indent=2), encoding="utf-8")
-    save_file(make_weights(config, seed), directory / "model.safetensors")
+    save_file(tensors, directory / "model.safetensors")
     return directory
 
 
@@ -224,6 +259,23 @@ def make_weights(config: dict[str, Any], seed: int) -> dict[str, NDArray[np.floa
             shapes |= {f"{attention}.{norm}.weight": (head_dim,) for norm in ("q_norm", "k_norm")}
     shapes["model.norm.weight"] = (hidden,)
     return {name: _random_tensor(name, shape, seed) for name, shape in shapes.items()}
+
+
+def make_clear_weights(config: dict[str, Any], seed: int) -> dict[str, NDArray[np.float32]]:
+    """Return weights whose most likely token is mostly the one after the last, by a wide margin.
+
+    The head has the embedding's rows, each one place further. All other logits are as random as what the
+    layers add, and so is, now and then, the answer. Queries and keys are small, so that attention looks at
+    many tokens: where it looks at one, it enlarges every error in a score.
+    """
+    weights = make_weights(config, seed)
+    embedding, head = weights["model.embed_tokens.weight"], weights["lm_head.weight"]
+    head[:] = np.roll(embedding, 1, axis=0)
+    embedding *= np.float32(1.1) / embedding.std()
+    for name, tensor in weights.items():
+        if "q_proj.weight" in name or "k_proj.weight" in name:
+            tensor /= np.float32(1.5)
+    return weights
 
 
 def _random_tensor(name: str, shape: tuple[int, ...], seed: int) -> NDArray[np.float32]:
@@ -268,12 +320,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("case", choices=[*CASES, "chat"])
+    parser.add_argument("case", choices=[*CASES, *CLEAR_CASES, "chat"])
     parser.add_argument("directory", type=Path)
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
     if args.case == "chat":
         write_tiny_chat_model(args.directory, seed=args.seed)
+    elif args.case in CLEAR_CASES:
+        write_clear_model(args.directory, CLEAR_CASES[args.case], seed=args.seed)
     else:
         write_tiny_model(args.directory, CASES[args.case], seed=args.seed)
 

@@ -1,0 +1,245 @@
+"""Agreement: whether a backend computes what the CPU backend computes, but for rounding.
+
+The reference generates greedily on the CPU. The other backend is then led along the reference's tokens by the
+real scheduler and worker, with so few blocks and so small a budget that there are prefill chunks, mixed
+batches and preemption, and its logits are held to the reference's wherever a token is sampled. The rule:
+
+    no logit differs by more than a tolerance, which follows from the roundings that a backend does
+    the sampled token is the reference's wherever the reference's two largest logits lie further apart than
+    twice the tolerance, and they lie nearer in at most 2 % of the positions
+
+    print(check_agreement(write_clear_model(directory, CLEAR_CASES["clear_llama"]), device="cuda"))
+"""
+
+from collections.abc import Callable
+from dataclasses import replace
+from math import sqrt
+from pathlib import Path
+from typing import Any, NamedTuple, cast
+
+import numpy as np
+from numpy.typing import NDArray
+
+from cupaged.backend.base import Array, Backend, create_backend
+from cupaged.batch import Batch, StepOutput
+from cupaged.config import EngineConfig
+from cupaged.models import load_model_config
+from cupaged.sampling_params import SamplingParams
+from cupaged.scheduler.scheduler import Scheduler
+from cupaged.sequence import Sequence
+from cupaged.worker.executor import Executor, UniprocExecutor
+from cupaged.worker.kv_cache import block_bytes
+
+CreateBackend = Callable[[EngineConfig, str], Backend]
+
+# Around blocks of 16 tokens, prefill tiles of 64 and decode splits of 512, which the first outgrows.
+PROMPT_LENGTHS = (506, 1, 15, 47, 16, 64, 17, 31, 95, 3, 97)  # tokens
+OUTPUT_LENGTH = 16  # tokens, of each request
+MAX_MODEL_LEN = 528  # tokens
+MAX_NUM_BATCHED_TOKENS = 72
+NUM_BLOCKS = MAX_MODEL_LEN // 16 + 2  # of 16 tokens: the longest fits beside two short ones
+
+MAX_EXCLUDED = 0.02  # share of positions
+# The largest relative error of one rounding.
+UNITS = {"bfloat16": 2.0**-8, "float16": 2.0**-11}
+# Of a layer's results, the residual twice: norm, qkv, rope, attention, o, residual, norm, gate_up, silu_mul,
+# down, residual.
+ROUNDINGS = 11
+LARGEST_DEVIATION = 5.0  # standard deviations: a normal error passes it once in 1.7 million logits
+
+
+class Trace(NamedTuple):
+    """What a backend made of the requests: a row for each sampled token, request by request."""
+
+    logits: NDArray[np.float32]  # [num_samples, vocab_size]
+    token_ids: NDArray[np.int32]  # [num_samples], as the backend sampled them: the most likely ones
+    num_chunks: int  # prefill chunks that sampled nothing
+    num_mixed_steps: int  # of decodes and prefills
+    num_preemptions: int
+
+
+class Agreement(NamedTuple):
+    """What the rule says of a backend."""
+
+    num_samples: int
+    largest: float  # difference of two logits
+    tolerance: float
+    spread: float  # of the reference's logits: the standard deviation over the vocabulary
+    num_excluded: int  # positions whose two largest logits are too near each other to tell
+    num_different: int  # tokens that differ elsewhere
+
+    @property
+    def excluded(self) -> float:
+        """Return the share of positions that are excluded."""
+        return self.num_excluded / self.num_samples
+
+    @property
+    def problems(self) -> list[str]:
+        """Return what breaks the rule; nothing if the backend agrees."""
+        found = []
+        if not self.largest <= self.tolerance:  # nor is NaN
+            found.append(f"logits differ by up to {self.largest:.4g}, more than {self.tolerance:.4g}")
+        if self.num_different:
+            found.append(f"{self.num_different} of {self.num_samples} tokens differ")
+        if self.excluded > MAX_EXCLUDED:
+            found.append(f"{self.excluded:.1%} of positions are too near to tell, over {MAX_EXCLUDED:.0%}")
+        return found
+
+    def __str__(self) -> str:
+        verdict = "; ".join(self.problems) or "agrees"
+        return (
+            f"{verdict}: {self.num_samples} positions, largest difference {self.largest:.4g} of at most "
+            f"{self.tolerance:.4g}, logits' spread {self.spread:.3g}, {self.excluded:.1%} excluded"
+        )
+
+
+class Recorder:
+    """A backend that also keeps the logits it samples from."""
+
+    def __init__(self, backend: Backend) -> None:
+        self._backend = backend
+        self.chunks: list[Callable[[], NDArray[Any]]] = []
+
+    def __getattr__(self, name: str) -> Any:
+        """Return all else as the backend has it."""
+        return getattr(self._backend, name)
+
+    def sample(self, logits: Array, batch: Batch, first: int, token_ids: Array) -> None:
+        """Fetch the logits, also in a rehearsal, so that there is room for them."""
+        self.chunks.append(self._backend.fetch(logits))
+        self._backend.sample(logits, batch, first, token_ids)
+
+
+def check_agreement(
+    model_dir: Path, create_backend: CreateBackend = create_backend, **options: Any
+) -> Agreement:
+    """Return how a backend agrees with the CPU's; `options` are EngineConfig's."""
+    lead = reference(model_dir)
+    return compare(lead, follow(model_dir, lead, create_backend, **options), tolerance(model_dir))
+
+
+def reference(model_dir: Path) -> Trace:
+    """Return what the CPU backend generates, each prompt in one piece and with room for all."""
+    return _trace(model_dir, create_backend, len(PROMPT_LENGTHS) * NUM_BLOCKS, device="cpu", num_threads=1)
+
+
+def follow(
+    model_dir: Path, lead: Trace, create_backend: CreateBackend = create_backend, **options: Any
+) -> Trace:
+    """Return what a backend makes of the tokens of `lead`; `options` are EngineConfig's."""
+    options = {"max_num_batched_tokens": MAX_NUM_BATCHED_TOKENS, **options}
+    return _trace(model_dir, create_backend, NUM_BLOCKS, lead, **options)
+
+
+def tolerance(model_dir: Path) -> float:
+    """Return how far two logits may be apart, as a share of their spread.
+
+    A rounding moves a value by an error that is uniform within the unit, the squares of independent errors
+    add up, and the sum of so many is normal. Norms keep the error in proportion, and so the logits have it,
+    whose spread is what random weights make of a random vector. Weights that are rounded are no error: both
+    backends read the same ones.
+    """
+    model = load_model_config(model_dir)
+    return LARGEST_DEVIATION * UNITS[model.dtype] * sqrt(ROUNDINGS * model.num_layers / 3)
+
+
+def compare(lead: Trace, trace: Trace, share: float) -> Agreement:
+    """Apply the rule; the tolerance is that share of the logits' spread."""
+    spread = float(lead.logits.std(axis=1).mean())
+    tolerance = share * spread
+    second, first = np.partition(lead.logits, -2, axis=1)[:, -2:].T
+    is_clear = first - second > 2 * tolerance
+    return Agreement(
+        num_samples=len(lead.logits),
+        largest=float(np.abs(trace.logits - lead.logits).max()),
+        tolerance=tolerance,
+        spread=spread,
+        num_excluded=int((~is_clear).sum()),
+        num_different=int((trace.token_ids != lead.token_ids)[is_clear].sum()),
+    )
+
+
+def _trace(
+    model_dir: Path, create_backend: CreateBackend, num_blocks: int, lead: Trace | None = None, **options: Any
+) -> Trace:
+    """Run the requests to their end, along the tokens of `lead`."""
+    model = load_model_config(model_dir)
+    config = EngineConfig.create(
+        model_dir, max_model_len=MAX_MODEL_LEN, max_num_seqs=len(PROMPT_LENGTHS), **options
+    )
+    recorder = Recorder(create_backend(config, model.dtype))
+    size = block_bytes(model, config.block_size, recorder.kv_dtype.itemsize)
+    executor = UniprocExecutor(
+        replace(config, kv_cache_memory=num_blocks * size),
+        model_dir,
+        create_backend=lambda config, dtype: cast(Backend, recorder),  # noqa: ARG005
+    )
+    scheduler = Scheduler(
+        num_blocks=executor.plan.num_blocks,
+        block_size=config.block_size,
+        max_num_seqs=config.max_num_seqs,
+        max_num_batched_tokens=config.max_num_batched_tokens,
+        max_model_len=MAX_MODEL_LEN,
+        num_batches=1,  # so that the host knows all input tokens, and may exchange them
+    )
+    trace = _Run(executor, recorder, scheduler, model.vocab_size).trace(lead)
+    executor.close()
+    return trace
+
+
+class _Run:
+    """Scheduler and executor over the requests, a step at a time."""
+
+    def __init__(self, executor: Executor, recorder: Recorder, scheduler: Scheduler, vocab_size: int) -> None:
+        self._executor, self._recorder, self._scheduler = executor, recorder, scheduler
+        rng = np.random.Generator(np.random.PCG64(0))
+        self._sequences = [
+            Sequence(
+                request_id=str(i),
+                prompt_token_ids=rng.integers(0, vocab_size, length, np.int32),
+                params=SamplingParams(temperature=0),
+                max_total_tokens=length + OUTPUT_LENGTH,
+                stop_token_ids=(),
+            )
+            for i, length in enumerate(PROMPT_LENGTHS)
+        ]
+        self._vocab_size = vocab_size
+
+    def trace(self, lead: Trace | None) -> Trace:
+        """Return what the backend makes of the requests."""
+        scheduler, num_samples = self._scheduler, len(self._sequences) * OUTPUT_LENGTH
+        logits = np.full((num_samples, self._vocab_size), np.nan, np.float32)
+        token_ids = np.full(num_samples, -1, np.int32)
+        num_chunks = num_mixed_steps = 0
+        for sequence in self._sequences:
+            scheduler.add(sequence)
+        while scheduler.has_unfinished():
+            batch = scheduler.schedule()
+            assert batch is not None, "nothing is in flight, so something can run"
+            num_chunks += batch.num_seqs - batch.num_logits
+            num_mixed_steps += 0 < batch.num_decodes < batch.num_seqs
+            output, computed = self._step(batch)
+            samples = self._samples(batch)
+            logits[samples] = computed
+            token_ids[samples] = output.token_ids[batch.logit_seq, 0]
+            if lead is not None:
+                output.token_ids[batch.logit_seq, 0] = lead.token_ids[samples]
+            scheduler.update(batch, output)
+        return Trace(logits, token_ids, num_chunks, num_mixed_steps, scheduler.num_preemptions)
+
+    def _step(self, batch: Batch) -> tuple[StepOutput, NDArray[np.float32]]:
+        """Run a step; return what it gives back and its logits, [num_logits, vocab_size]."""
+        self._recorder.chunks.clear()
+        output = self._executor.submit(batch).result()
+        none = np.empty((0, self._vocab_size), np.float32)
+        logits = np.concatenate([none, *(fetch() for fetch in self._recorder.chunks)])
+        return output, logits[: batch.num_logits]
+
+    def _samples(self, batch: Batch) -> NDArray[np.int32]:
+        """Return which of all samples the logits of the batch are."""
+        first = np.zeros(len(self._sequences), np.int32)  # [rows]
+        for i, sequence in enumerate(self._sequences):
+            if sequence.row >= 0:
+                first[sequence.row] = i * OUTPUT_LENGTH
+        samples: NDArray[np.int32] = (first[batch.rows] + batch.output_position)[batch.logit_seq]
+        return samples
