@@ -98,13 +98,17 @@ class EmulatedGraph:
 
 
 class EmulatedGpu:
-    """A GPU with `memory` bytes; options as EmulatedDevice's."""
+    """A GPU with `memory` bytes, of which its driver takes some for each kernel and graph.
+
+    Other options are EmulatedDevice's.
+    """
 
     def __init__(
         self,
         mode: str = "fast",
         *,
-        memory: int = 64 << 20,
+        memory: int = 1 << 30,
+        driver_bytes: int = 0,
         deferred: bool = True,
         name: str = "emulated GPU",
         num_sms: int = 4,
@@ -117,6 +121,7 @@ class EmulatedGpu:
         self._one_thread = OneThread()
         self._device = EmulatedDevice(mode, **options)
         self._memory, self._host = Memory(memory), Memory()
+        self._driver_bytes = driver_bytes
         self._stream = Stream(deferred=deferred)
         self._is_frozen = False
         self._kernels: dict[tuple[object, ...], GpuKernel] = {}
@@ -136,21 +141,15 @@ class EmulatedGpu:
     # ---- Memory.
     def memory_info(self) -> tuple[int, int]:
         """Return the bytes that are free, and all there are."""
-        total = self._memory.num_bytes or 0
-        return total - self._memory.used, total
+        return self._memory.free, self._memory.num_bytes
 
     def allocate(self, num_bytes: int) -> DeviceArray:
         """Return uint8[num_bytes] of 0xFF; ValueError if it is not there."""
         with self._one_thread:
             self._forbid(f"allocating {num_bytes} bytes")
-            free, _ = self.memory_info()
-            if num_bytes > free:
-                raise ValueError(
-                    f"{num_bytes} bytes of GPU memory are wanted but {free} are free; lower "
-                    "gpu_memory_utilization, max_num_seqs or max_num_batched_tokens"
-                )
+            memory = DeviceArray(self._memory.allocate(num_bytes))
             self.allocations.append(num_bytes)
-            return DeviceArray(self._memory.allocate(num_bytes))
+            return memory
 
     def pin(self, num_bytes: int) -> NDArray[np.uint8]:
         """Return page-locked uint8[num_bytes] of 0xFF."""
@@ -178,7 +177,7 @@ class EmulatedGpu:
         """Return the allocation that an array lies in; EmulatorError if it is not on this device."""
         if not isinstance(array, DeviceArray):
             raise EmulatorError(f"{what}: {type(array).__name__} is not on the device")
-        return self.piece_at(array.memory.ctypes.data, 0, what)
+        return self.piece_at(array.memory.ctypes.data, min(array.nbytes, 1), what)
 
     def piece_at(self, address: int, num_bytes: int, what: str) -> Piece:
         """Return the allocation that has these bytes; EmulatorError if none has."""
@@ -194,6 +193,7 @@ class EmulatedGpu:
             key = (file, name, *sorted(constants.items()))
             if key not in self._kernels:
                 self._forbid(f"loading kernel {name}")
+                self._memory.take(self._driver_bytes)
                 self._kernels[key] = GpuKernel(self, self._device.kernel(file, name, **constants))
             return self._kernels[key]
 
@@ -274,7 +274,9 @@ class EmulatedGpu:
         """Record what `work` would put on the stream; nothing runs."""
         with self._one_thread:
             self._forbid_in_capture("capturing")
-            return EmulatedGraph(self, self._stream.capture(work))
+            graph = EmulatedGraph(self, self._stream.capture(work))
+            self._memory.take(self._driver_bytes)
+            return graph
 
     # ---- For tests.
     def synchronize(self) -> None:

@@ -5,6 +5,7 @@ which has a shape and can be cut, and refuses all that would read, write or comp
 """
 
 import mmap
+import sys
 import weakref
 import zlib
 from typing import Any, NoReturn
@@ -99,9 +100,9 @@ class Piece:
             raise EmulatorError(f"memory of {self.num_bytes} bytes was freed, but is still in use")
         return root
 
-    def is_watched(self, offset: int, num_bytes: int) -> bool:
-        """Return whether a copy of any of these bytes is under way."""
-        return any(watch.begin < offset + num_bytes and offset < watch.end for watch in self.watches)
+    def watches_of(self, offset: int, num_bytes: int) -> "list[Watch]":
+        """Return those of any of these bytes."""
+        return [each for each in self.watches if each.begin < offset + num_bytes and offset < each.end]
 
     def holds(self, address: int, num_bytes: int) -> bool:
         """Return whether these bytes are within it."""
@@ -132,28 +133,35 @@ class Watch:
 class Memory:
     """All memory of one kind, and how much of it there is."""
 
-    def __init__(self, num_bytes: int | None = None) -> None:
-        """Allow `num_bytes` at a time, or any number."""
-        self.num_bytes = num_bytes
-        self.used = 0
+    def __init__(self, num_bytes: int = sys.maxsize) -> None:
+        self.num_bytes = self.free = num_bytes
         self._pieces: dict[int, Piece] = {}  # by where they begin
+
+    def take(self, num_bytes: int) -> None:
+        """Count bytes as used for good; ValueError if they are not there."""
+        if num_bytes > self.free:
+            raise ValueError(
+                f"{num_bytes} bytes of GPU memory are wanted but {self.free} are free; lower "
+                "gpu_memory_utilization, max_num_seqs or max_num_batched_tokens"
+            )
+        self.free -= num_bytes
 
     def allocate(self, num_bytes: int) -> NDArray[np.uint8]:
         """Return bytes that begin a page; they go back when nothing refers to them any more."""
+        self.take(num_bytes)
         root: NDArray[np.uint8] = np.ndarray((num_bytes,), np.uint8, mmap.mmap(-1, max(num_bytes, 1)))
         root.fill(FILL)
         piece = self._pieces[root.ctypes.data] = Piece(root)
-        self.used += num_bytes
-        weakref.finalize(root, self._free, piece).atexit = False
+        weakref.finalize(root, self._return, piece).atexit = False
         return root
 
-    def _free(self, piece: Piece) -> None:
+    def _return(self, piece: Piece) -> None:
         del self._pieces[piece.begin]
-        self.used -= piece.num_bytes
+        self.free += piece.num_bytes
 
     def piece(self, address: int, num_bytes: int) -> Piece | None:
         """Return the allocation that has these bytes; None if there is none."""
-        for piece in self._pieces.values():
+        for piece in list(self._pieces.values()):  # a collection of garbage may free one meanwhile
             if piece.holds(address, num_bytes):
                 return piece
         return None

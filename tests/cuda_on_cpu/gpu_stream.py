@@ -65,7 +65,7 @@ class Copy(NamedTuple):
 
     def begin(self) -> Run:
         """Overwrite a target, unless work before this needs it: who reads it too early reads garbage."""
-        if self.is_to_host and not self.host.is_watched(self.host_offset, self.num_bytes):
+        if self.is_to_host and not self.host.watches_of(self.host_offset, self.num_bytes):
             self._host_bytes().fill(FILL)
         return partial(self._run, Watch(self.host, self.host_offset, self.num_bytes))
 
@@ -85,7 +85,7 @@ class Copy(NamedTuple):
             device[:] = host
             return
         host[:] = device
-        for other in self.host.watches:
+        for other in self.host.watches_of(self.host_offset, self.num_bytes):
             other.renew()
 
     def __str__(self) -> str:

@@ -85,6 +85,18 @@ def test_work_is_done_at_once_if_the_stream_is_not_deferred() -> None:
     assert {*host} == {7}
 
 
+def test_parts_of_arrays_are_copied(device: EmulatedGpu) -> None:
+    x, host = ints(device, 0), pinned(device, 0)
+    host[:] = range(32)
+
+    device.to_device(x[4:6], host[8:10])
+    device.to_host(host[2:6], x[3:7])
+    values = device.read(x)
+
+    assert values[3:7].tolist() == [0, 8, 9, 0]
+    assert host[:7].tolist() == [0, 1, 0, 8, 9, 0, 6]
+
+
 def test_numbers_are_taken_at_the_launch_and_contents_when_it_runs(device: EmulatedGpu) -> None:
     out, x, host = ints(device, 1), ints(device, 0), pinned(device, 4)
     args = [out, x, 10]
@@ -114,7 +126,7 @@ def test_memory_is_counted_and_comes_back(device: EmulatedGpu) -> None:
     kept = device.memory_info()
     del view
 
-    assert before == device.memory_info() == (64 << 20, 64 << 20)
+    assert before == device.memory_info() == (1 << 30, 1 << 30)
     assert held == kept == (before[0] - 1000, before[1])
     assert device.allocations == [1000]
 
@@ -127,6 +139,19 @@ def test_memory_that_is_not_there_is_refused() -> None:
         device.allocate(401)
     del held
     device.allocate(1000)
+
+
+def test_driver_takes_memory_for_kernels_and_graphs() -> None:
+    device = gpu(memory=1000, driver_bytes=300)
+
+    device.kernel("gpu", "append")
+    device.kernel("gpu", "append")
+    graph = device.capture(lambda: None)
+
+    assert device.memory_info() == (400, 1000)
+    assert device.allocations == [] and len(graph) == 0
+    with pytest.raises(ValueError, match="500 bytes of GPU memory are wanted but 400 are free"):
+        device.allocate(500)
 
 
 def test_seconds_are_the_same_in_every_run_and_more_for_more(device: EmulatedGpu) -> None:
@@ -252,7 +277,7 @@ def test_argument_that_is_not_on_the_device_is_found(device: EmulatedGpu) -> Non
     other = complaint(lambda: append(device, out, foreign))
 
     assert "append: argument 'x': ndarray is not on the device" in host
-    assert "append: argument 'x': 0 bytes at" in other
+    assert "append: argument 'x': 1 bytes at" in other
     assert "are not allocated on this device" in other
 
 
@@ -289,6 +314,30 @@ def test_target_that_the_host_writes_too_early_is_found(device: EmulatedGpu) -> 
     host[0] = 2
 
     assert "the host wrote" in complaint(device.synchronize)
+
+
+def test_target_that_the_host_writes_while_its_neighbour_is_copied_is_found(device: EmulatedGpu) -> None:
+    x, host = ints(device, 0), pinned(device, 1)
+
+    device.to_host(host[:16], x[:16])
+    device.to_host(host[16:], x[16:])
+    host[16] = 2
+
+    assert "the host wrote" in complaint(device.synchronize)
+
+
+def test_memory_that_begins_where_other_memory_ends_is_told_apart(device: EmulatedGpu) -> None:
+    pages = [device.allocate(4096) for _ in range(64)]
+    places = [device.address(page) for page in pages]
+    freed = places.index(next(place for place in places if place + 4096 in places))
+    append(device, ints(device, 0), ints(device, 0))
+    follower = places.index(places[freed] + 4096)
+    x = device.view(pages[follower], 0, (32,), I32)
+    graph = device.capture(lambda: append(device, x, x))
+
+    pages[freed] = device.allocate(0)
+
+    graph.launch()
 
 
 def test_source_that_is_changed_once_its_copy_is_done_is_right(device: EmulatedGpu) -> None:
@@ -449,6 +498,7 @@ def test_kernel_that_fails_is_found_when_it_runs_and_the_device_is_lost(device: 
     append(device, good, good)
     failed = complaint(device.synchronize)
     lost = complaint(lambda: append(device, good, good))
+    assert lost == complaint(device.synchronize)
 
     assert failed.startswith(f"{line('gpu', 'trap')}: __trap()")
     assert lost.startswith("the device was lost: gpu.cu:")
