@@ -77,12 +77,12 @@ class CpuBackend:
     def measure(self, limits: Limits, rehearse: Callable[[], Any]) -> MemoryUse:  # noqa: ARG002
         """Return the bytes of weights and arena, without memory and without arithmetic."""
         self._kept_bytes = 0
-        arena = self._arena.measure(rehearse)
+        arena = self._arena.measure(rehearse) + HostMemory.alignment  # which it takes to begin at a multiple
         return MemoryUse(self._kept_bytes, 0, arena, 0)
 
     def allocate(self, limits: Limits, use: MemoryUse) -> None:  # noqa: ARG002
         """Allocate what operations return their results in; weights are, as they are prepared."""
-        self._arena.create(use.activations)
+        self._arena.create(use.activations - HostMemory.alignment)
 
     def create_pool(self, num_blocks: int, block_size: int, config: ModelConfig) -> Array:
         """Return a KV cache pool; its contents are undefined."""

@@ -3,6 +3,7 @@
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from cupaged.backend.base import Backend, Limits, MemoryUse
 from cupaged.config import EngineConfig, ModelConfig
@@ -33,24 +34,28 @@ class MemoryPlan:
         """Return all bytes that are planned."""
         return sum(self.use) + self.num_blocks * self.block_bytes
 
+    @property
+    def num_tokens(self) -> int:
+        """Return the tokens that the KV cache holds."""
+        return self.num_blocks * self.limits.block_size
+
     def __str__(self) -> str:
-        parts = " + ".join(f"{name} {_gib(size)}" for name, size in self.use._asdict().items() if size)
-        tokens = self.num_blocks * self.limits.block_size
+        unit, name = (2**30, "GiB") if self.total >= 2**30 else (2**20, "MiB")
+        parts = {**self.use._asdict(), "KV cache": self.num_blocks * self.block_bytes}
+        total, available = self.total / unit, self.available / unit
         return (
-            f"memory, GiB: {parts} + KV cache {_gib(self.num_blocks * self.block_bytes)} ({self.num_blocks} "
-            f"blocks, {tokens} tokens) = {_gib(self.total)} of {_gib(self.available)} free"
+            f"memory in {name}: "
+            + " + ".join(f"{part} {size / unit:.3f}" for part, size in parts.items() if size)
+            + f" = {total:.3f} of {available:.3f} free; {self.num_blocks} KV blocks hold {self.num_tokens} "
+            f"tokens, a sequence at most {self.max_model_len}"
         )
-
-
-def _gib(num_bytes: int) -> str:
-    return f"{num_bytes / 2**30:.3f}"
 
 
 def plan_memory(config: EngineConfig, model: ModelConfig, backend: Backend, measure: Measure) -> MemoryPlan:
     """Return the plan, before anything is allocated; ValueError says what does not fit, and what would.
 
-    Unset, kv_cache_memory is the backend's share of what gpu_memory_utilization leaves, and never more than
-    max_num_seqs sequences of max_model_len can use; unset, max_model_len is the model's, or what then fits.
+    Unset, max_model_len is the model's, or the largest that fits; unset, kv_cache_memory is the backend's
+    share of what gpu_memory_utilization leaves, and never more than max_num_seqs such sequences can use.
     """
     longest = longest_position(model)
     # Dynamic rope changes every position's rotation once max_model_len passes the original length, so unasked
@@ -63,28 +68,30 @@ def plan_memory(config: EngineConfig, model: ModelConfig, backend: Backend, meas
         )
     planner = _Planner(config, model, backend, measure)
     plan = planner.plan(wanted)
-    if _capacity(plan) >= wanted:
+    problem = planner.problem(plan)
+    if problem is None:
         return plan
     fitting = planner.longest_that_fits(plan)
     if config.max_model_len is not None:
-        needed = -(-wanted // config.block_size) * plan.block_bytes
         raise ValueError(
-            f"max_model_len is {wanted} but the KV cache of {plan.num_blocks * plan.block_bytes} bytes holds "
-            f"{_capacity(plan)} tokens, {needed} bytes would be needed; lower max_model_len to "
-            f"{fitting.max_model_len}, the largest that fits, or {planner.remedy}"
+            f"{problem.text}; lower max_model_len to {fitting.max_model_len}, the largest that fits, or "
+            f"{problem.remedy}"
         )
     logger.warning(
-        "max_model_len lowered from %d to %d tokens, which is what the KV cache of %d blocks holds; %s",
+        "max_model_len lowered from %d to %d tokens, the largest that fits: %s; %s for more",
         wanted,
         fitting.max_model_len,
-        fitting.num_blocks,
-        f"{planner.remedy} for more",
+        problem.text,
+        problem.remedy,
     )
     return fitting
 
 
-def _capacity(plan: MemoryPlan) -> int:
-    return plan.num_blocks * plan.limits.block_size
+class _Problem(NamedTuple):
+    """Why a plan cannot be carried out."""
+
+    text: str
+    remedy: str  # beside a smaller max_model_len
 
 
 class _Planner:
@@ -93,85 +100,91 @@ class _Planner:
     def __init__(self, config: EngineConfig, model: ModelConfig, backend: Backend, measure: Measure) -> None:
         self._config, self._backend, self._measure = config, backend, measure
         self._available = backend.available_memory()
+        self._budget = int(config.gpu_memory_utilization * self._available)
         self._block_bytes = block_bytes(model, config.block_size, backend.kv_dtype.itemsize)
-        is_unset = config.kv_cache_memory is None
-        self.remedy = f"raise {'gpu_memory_utilization' if is_unset else 'kv_cache_memory'}"
 
     def plan(self, seq_len: int) -> MemoryPlan:
-        """Return the plan for sequences of seq_len tokens; its KV cache may hold less than one."""
+        """Return the plan for sequences of up to seq_len tokens; it may have a problem."""
         config, size = self._config, self._config.block_size
-        useful = config.max_num_seqs * -(-seq_len // size)  # blocks
-        budget = int(config.gpu_memory_utilization * self._available)
-        num_blocks = min(self._kv_cache_bytes(budget) // self._block_bytes, useful)  # at most
+        most = self._num_blocks(seq_len, beside=0)
         limits = Limits(
-            num_tokens=max(1, min(config.max_num_batched_tokens, num_blocks * size)),
+            num_tokens=max(1, min(config.max_num_batched_tokens, most * size)),  # each has a slot of its own
             num_seqs=config.max_num_seqs,
             seq_len=seq_len,
             block_size=size,
-            num_slots=num_blocks * size,
+            num_slots=most * size,
         )
         use = self._measure(limits)
-        self._check(use, budget)
-        memory = self._kv_cache_bytes(budget - sum(use))
-        num_blocks = min(memory // self._block_bytes, useful)
-        if num_blocks == 0:
-            raise ValueError(
-                f"a KV cache of {memory} bytes holds 0 tokens: a block takes {self._block_bytes}; "
-                f"{self.remedy}"
-            )
         return MemoryPlan(
             limits=limits,
             use=use,
-            num_blocks=num_blocks,
+            num_blocks=self._num_blocks(seq_len, beside=sum(use)),
             block_bytes=self._block_bytes,
             available=self._available,
         )
 
-    def longest_that_fits(self, too_long: MemoryPlan) -> MemoryPlan:
-        """Return the plan of the longest sequence that its KV cache holds.
+    def problem(self, plan: MemoryPlan) -> _Problem | None:
+        """Return why the plan cannot be carried out, None if it can."""
+        config, use = self._config, plan.use
+        if use.weights > self._available:
+            return _Problem(
+                f"the weights take {use.weights} bytes but only {self._available} are free",
+                "close other programs",
+            )
+        rest = sum(use) - use.weights
+        steps = f"steps of max_num_batched_tokens={config.max_num_batched_tokens}"
+        needs = f"beside {use.weights} bytes of weights and {rest} for {steps}"
+        if config.kv_cache_memory is None and plan.num_blocks == 0:
+            return _Problem(
+                f"{needs} no block of KV cache fits in the {self._budget} bytes that may be used",
+                "lower max_num_batched_tokens or max_num_seqs, or raise gpu_memory_utilization",
+            )
+        if plan.total > self._available:
+            return _Problem(
+                f"kv_cache_memory is {config.kv_cache_memory} bytes but {needs} only "
+                f"{max(0, self._available - sum(use))} are free",
+                "lower kv_cache_memory, max_num_batched_tokens or max_num_seqs",
+            )
+        if plan.num_tokens < plan.max_model_len:
+            needed = -(-plan.max_model_len // config.block_size) * plan.block_bytes
+            memory = config.kv_cache_memory or plan.num_blocks * plan.block_bytes
+            return _Problem(
+                f"a sequence of max_model_len={plan.max_model_len} tokens needs {needed} bytes of KV cache "
+                f"but there are {memory}, which hold {plan.num_tokens} tokens",
+                f"{'set' if config.kv_cache_memory is None else 'raise'} kv_cache_memory",
+            )
+        return None
 
-        What else is needed grows with the length: the answer is at least what too_long holds, and at most
-        what a plan for that length does.
+    def longest_that_fits(self, too_long: MemoryPlan) -> MemoryPlan:
+        """Return the plan of the longest sequence of whole blocks that has no problem; ValueError if none.
+
+        What is needed beside the KV cache grows with the length. So what is left beside the needs of a length
+        that is too long is long enough, and what is left beside those of a length that fits is not exceeded.
         """
         size = self._config.block_size
-        best = self.plan(_capacity(too_long))
-        low, high = _capacity(too_long) // size, min(_capacity(best), too_long.max_model_len) // size
-        while low < high:  # in blocks; low fits, high + 1 does not
+        low = 1 if too_long.total > self._available else max(1, too_long.num_blocks)
+        best = self.plan(low * size)
+        problem = self.problem(best)
+        if problem is not None:
+            raise ValueError(f"{problem.text}; {problem.remedy}")
+        high = self._num_blocks(too_long.max_model_len, beside=sum(best.use))
+        high = min(high, (too_long.max_model_len - 1) // size)
+        while low < high:  # in blocks: low fits, high + 1 does not
             middle = (low + high + 1) // 2
             plan = self.plan(middle * size)
-            if _capacity(plan) >= middle * size:
+            if self.problem(plan) is None:
                 best, low = plan, middle
             else:
                 high = middle - 1
         return best
 
-    def _kv_cache_bytes(self, free: int) -> int:
-        """Return the bytes of the KV cache, of so many that are free: the user's, or the backend's share."""
+    def _num_blocks(self, seq_len: int, *, beside: int) -> int:
+        """Return the blocks of the KV cache beside so many bytes: the user's, or the backend's share."""
         if self._config.kv_cache_memory is not None:
-            return self._config.kv_cache_memory
-        return self._backend.kv_cache_share(max(0, free))
-
-    def _check(self, use: MemoryUse, budget: int) -> None:
-        """Raise ValueError if there is no room for a KV cache beside `use`."""
-        if use.weights > self._available:
-            raise ValueError(
-                f"the weights take {use.weights} bytes but only {self._available} are free; "
-                "close other programs or choose a smaller model"
-            )
-        tokens = f"a step of max_num_batched_tokens={self._config.max_num_batched_tokens} tokens"
-        needs = f"{use.weights} bytes of weights, {sum(use) - use.weights} for {tokens}"
-        kv_cache = self._config.kv_cache_memory
-        if kv_cache is None and sum(use) >= budget:
-            raise ValueError(
-                f"{needs}, but {budget} are free to use; lower max_num_batched_tokens or max_num_seqs, or "
-                "raise gpu_memory_utilization"
-            )
-        if kv_cache is not None and kv_cache + sum(use) > self._available:
-            raise ValueError(
-                f"kv_cache_memory is {kv_cache} bytes, but beside {needs}, only "
-                f"{max(0, self._available - sum(use))} are free; lower kv_cache_memory or "
-                "max_num_batched_tokens"
-            )
+            return self._config.kv_cache_memory // self._block_bytes
+        useful = self._config.max_num_seqs * -(-seq_len // self._config.block_size)
+        free = max(0, self._budget - beside)
+        return min(self._backend.kv_cache_share(free) // self._block_bytes, useful)
 
 
 def longest_position(model: ModelConfig) -> int:

@@ -24,6 +24,8 @@ from cupaged.worker.weights import Checkpoint, DummyWeights
 
 logger = logging.getLogger("cupaged")
 
+Weights = Mapping[str, NDArray[Any]]  # by Weight.attribute, this rank's share
+
 
 class Worker:
     """Model, KV cache and sampler of one rank."""
@@ -42,11 +44,11 @@ class Worker:
         self._family = load_model_class(self.model_config.model_type)
         self._backend = backend = create_backend(config, self.model_config.dtype)
         self.max_in_flight = backend.max_in_flight if config.async_scheduling else 1
-        self._weights = self._open_weights(config, model_dir)
-        self.plan = plan = plan_memory(config, self.model_config, backend, self._measure)
+        weights = self._open_weights(config, model_dir)
+        self.plan = plan = plan_memory(config, self.model_config, backend, partial(self._measure, weights))
         logger.info("%s", plan)
         backend.allocate(plan.limits, plan.use)
-        self._build(plan.limits, plan.num_blocks)
+        self._build(weights, plan.limits, plan.num_blocks)
         backend.warm_up(lambda batch: self.submit(batch).result())
 
     def submit(self, batch: Batch) -> SampledStep:
@@ -58,38 +60,40 @@ class Worker:
         hidden = backend.run_forward(batch, partial(self._forward, batch))
         return self._sampler.sample(hidden, batch, host)
 
+    def synchronize(self) -> None:
+        """Wait until all steps that have begun are done."""
+        self._backend.synchronize()
+
     def _forward(self, batch: Batch) -> Array:
         self._backend.load_last_tokens(batch, self._sampler.last_token)
         return self._model.forward(batch, self._kv_cache)
 
-    def _open_weights(self, config: EngineConfig, model_dir: Path) -> Mapping[str, NDArray[Any]]:
-        table, rank, size = self._family.weights(self.model_config), *self._share
+    def _open_weights(self, config: EngineConfig, model_dir: Path) -> Weights:
+        table, ranks = self._family.weights(self.model_config), self._communicator
         if config.load_format == "dummy":
-            return DummyWeights(table, self.model_config.dtype, size=size)
-        return Checkpoint(model_dir, table, rank=rank, size=size)
+            return DummyWeights(table, self.model_config.dtype, size=ranks.size)
+        return Checkpoint(model_dir, table, rank=ranks.rank, size=ranks.size)
 
-    @property
-    def _share(self) -> tuple[int, int]:
-        return self._communicator.rank, self._communicator.size
-
-    def _build(self, limits: Limits, num_blocks: int) -> None:
+    def _build(self, weights: Weights, limits: Limits, num_blocks: int) -> None:
         """Make model, KV cache and sampler."""
         backend, config = self._backend, self.model_config
         self._model = self._family.Model(
-            config, backend, self._communicator, self._weights, max_model_len=limits.seq_len
+            config, backend, self._communicator, weights, max_model_len=limits.seq_len
         )
         self._kv_cache = KVCache(backend, config, num_blocks, limits.block_size)
         self._sampler = Sampler(backend, self._model, limits.num_seqs)
 
-    def _measure(self, limits: Limits) -> MemoryUse:
-        """Return the memory of model and largest steps."""
+    def _measure(self, weights: Weights, limits: Limits) -> MemoryUse:
+        """Return the memory that the model and its largest steps take."""
 
         def rehearse() -> None:
-            self._build(limits, 1)
+            self._build(weights, limits, num_blocks=1)
             for batch in largest_batches(limits):
                 self.submit(batch)
 
-        return self._backend.measure(limits, rehearse)
+        use = self._backend.measure(limits, rehearse)
+        del self._model, self._kv_cache, self._sampler  # of arrays without memory
+        return use
 
 
 def largest_batches(limits: Limits) -> list[Batch]:

@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from cupaged.backend.base import KVCacheView, create_backend
-from cupaged.backend.cpu import CpuBackend
+from cupaged.backend.base import KVCacheView, Limits, MemoryUse, create_backend
+from cupaged.backend.cpu import MOST_KV_CACHE, CpuBackend
 from cupaged.batch import Batch, Bucket, Count, buffer_size, view
-from cupaged.config import ModelConfig
+from cupaged.config import EngineConfig, ModelConfig
 
 CONFIG = ModelConfig(
     model_type="test",
@@ -25,6 +25,7 @@ CONFIG = ModelConfig(
     head_dim=8,
     max_position_embeddings=64,
 )
+LIMITS = Limits(num_tokens=1024, num_seqs=4, seq_len=1024, block_size=16, num_slots=120 * 16)
 
 
 def random(*shape: int) -> NDArray[np.float32]:
@@ -33,8 +34,12 @@ def random(*shape: int) -> NDArray[np.float32]:
 
 def create(dtype: str = "float32", arena: int = 1 << 20) -> CpuBackend:
     backend = CpuBackend(dtype)
-    backend.create_arena(arena)
+    allocate(backend, arena)
     return backend
+
+
+def allocate(backend: CpuBackend, arena: int) -> None:
+    backend.allocate(LIMITS, MemoryUse(weights=0, workspace=0, activations=arena, reserve=0))
 
 
 def create_batch(chunks: list[int]) -> Batch:
@@ -100,19 +105,19 @@ class TinyLayer:
             out = backend.linear(backend.silu_mul(backend.linear(normed, self.gate_up)), self.down)
             hidden = backend.rms_norm(out, self.norm, 1e-5, hidden)
         backend.begin_layer()
-        logits = backend.linear(backend.gather_rows(hidden, batch.logit_index), self.embed)
+        logits = backend.logits(backend.gather_rows(hidden, batch.logit_index), self.embed)
         backend.sample(logits, batch, 0, self.token_ids)
         logprobs = backend.logprobs(logits, batch, 0, self.token_ids, 3)
         backend.store_last_tokens(batch, self.token_ids, self.last_token)
-        return backend.to_host(logprobs.logprobs)
+        return backend.fetch(logprobs.logprobs)()
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 def test_measured_arena_is_exactly_enough_and_nothing_else_is_allocated(dtype: str) -> None:
     backend = CpuBackend(dtype, num_threads=1)  # each thread has scratch of its own
     layer, batch = TinyLayer(backend), create_batch([1, 633, 5])
-    num_bytes = backend.measure(lambda: layer.run(batch))
-    backend.create_arena(num_bytes)
+    use = backend.measure(LIMITS, lambda: layer.run(batch))
+    backend.allocate(LIMITS, use)
     layer.run(batch)
 
     tracemalloc.start()
@@ -124,9 +129,50 @@ def test_measured_arena_is_exactly_enough_and_nothing_else_is_allocated(dtype: s
 
     smallest = batch.num_tokens * CONFIG.hidden_size * 4  # of the activations; kernels' scratch is less
     assert peak < smallest, f"{peak} bytes on the step path"
-    backend.create_arena(num_bytes - 64)
+    allocate(backend, use.activations - 64)
     with pytest.raises(AssertionError, match="arena"):
         layer.run(batch)
+
+
+def test_building_a_model_is_measured_without_its_memory() -> None:
+    backend = CpuBackend("float32", num_threads=1)
+    weight = np.broadcast_to(np.float32(0), (1 << 20, 1 << 14))  # 64 GB, of which nothing is there
+
+    def build() -> None:
+        backend.prepare_linear([{"weight": weight}] * 2, [weight[:, 0]] * 2)
+        backend.prepare_vector(random(5))
+        backend.from_host(random(3, 2))
+        backend.create_pool(1 << 20, 16, CONFIG)
+
+    use = backend.measure(LIMITS, build)
+
+    num_rows = 2 << 20
+    assert use.weights == 4 * (num_rows * (1 << 14) + num_rows + 5 + 6)
+
+
+@pytest.mark.parametrize(("free", "share"), [(0, 0), (100, 50), (1 << 40, MOST_KV_CACHE)])
+def test_kv_cache_leaves_half_of_the_host_to_others(free: int, share: int) -> None:
+    assert create().kv_cache_share(free) == share
+
+
+@pytest.mark.parametrize(
+    ("options", "checkpoint_dtype", "kv_dtype"),
+    [
+        ({}, "bfloat16", ml_dtypes.bfloat16),
+        ({}, "float16", np.float32),
+        ({"dtype": "bfloat16"}, "float32", ml_dtypes.bfloat16),
+        ({"dtype": "float32"}, "bfloat16", np.float32),
+    ],
+)
+def test_dtype_is_the_users_or_the_checkpoints(
+    options: dict[str, Any], checkpoint_dtype: str, kv_dtype: Any
+) -> None:
+    config = EngineConfig.create("model", device="cpu", **options)
+
+    backend = create_backend(config, checkpoint_dtype)
+
+    assert (backend.name, backend.dtype) == ("cpu", np.dtype(np.float32))
+    assert backend.kv_dtype == np.dtype(kv_dtype)
 
 
 def test_measuring_computes_nothing() -> None:
@@ -134,7 +180,7 @@ def test_measuring_computes_nothing() -> None:
     layer, batch = TinyLayer(backend), create_batch([1, 33, 5])
     layer.pool[:] = 7
 
-    backend.measure(lambda: layer.run(batch))
+    backend.measure(LIMITS, lambda: layer.run(batch))
 
     assert (layer.pool == 7).all()
     assert (layer.token_ids == -1).all()
@@ -144,7 +190,7 @@ def test_number_of_threads_changes_no_bit() -> None:
     results = []
     for num_threads in (1, 2):
         backend = CpuBackend("float32", num_threads)
-        backend.create_arena(1 << 24)
+        allocate(backend, 1 << 24)
         results.append(TinyLayer(backend).run(create_batch([1, 200, 33])))
 
     assert np.array_equal(*results)
@@ -194,19 +240,18 @@ def test_copy_blocks_moves_whole_blocks_of_a_bfloat16_pool() -> None:
 def test_result_on_the_host_outlives_the_forward() -> None:
     backend = create()
     handle = backend.prepare_linear([{"weight": np.eye(4, dtype=np.float32)}])
-    kept = backend.to_host(backend.linear(np.ones((1, 4), np.float32), handle))
+    kept = backend.fetch(backend.linear(np.ones((1, 4), np.float32), handle))
 
     backend.begin_forward()
     backend.linear(np.zeros((1, 4), np.float32), handle)
 
-    assert kept.tolist() == [[1, 1, 1, 1]]
+    assert kept().tolist() == [[1, 1, 1, 1]]
 
 
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: create_backend("cpu", "int8"), "dtype='int8'.*bfloat16"),
-        (lambda: create_backend("tpu", "float32"), "device='tpu'"),
+        (lambda: CpuBackend("int8"), "dtype='int8'.*bfloat16"),
         (lambda: create().prepare_linear([{"weight": random(2, 2)}], scheme="awq"), "'awq'.*not supported"),
     ],
 )

@@ -6,7 +6,7 @@ import pytest
 from cupaged.backend.cpu import CpuBackend
 from cupaged.batch import Batch, Bucket, Count, buffer_size, view
 from cupaged.worker.kv_cache import KVCache, block_bytes
-from tests.worker.test_worker import MODEL
+from tests.worker.test_memory_plan import MODEL
 
 
 @pytest.fixture(params=["float32", "bfloat16"])

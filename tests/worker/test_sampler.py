@@ -5,6 +5,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from cupaged.backend.base import Limits, MemoryUse
 from cupaged.backend.cpu import ADJUSTED_ROWS, CpuBackend
 from cupaged.batch import Batch, Bucket, Count, Flag, buffer_size, view
 from cupaged.worker.sampler import LOGITS_CHUNK, Sampler
@@ -53,7 +54,8 @@ def make_batch(
 
 def make_sampler(max_num_seqs: int) -> tuple[Sampler, HiddenIsLogits]:
     backend, model = CpuBackend("float32", num_threads=1), HiddenIsLogits()
-    backend.create_arena(1 << 20)
+    limits = Limits(num_tokens=1024, num_seqs=max_num_seqs, seq_len=64, block_size=16, num_slots=64)
+    backend.allocate(limits, MemoryUse(weights=0, workspace=0, activations=1 << 20, reserve=0))
     return Sampler(backend, model, max_num_seqs), model
 
 
@@ -66,7 +68,7 @@ def test_more_rows_than_a_chunk_are_sampled_chunk_by_chunk() -> None:
     sampler, model = make_sampler(num_seqs)
     hidden, batch = random_logits(num_seqs), make_batch(num_seqs)
 
-    output = sampler.sample(hidden, batch, batch)
+    output = sampler.sample(hidden, batch, batch).result()
 
     assert model.rows_seen == [LOGITS_CHUNK, LOGITS_CHUNK, 3]
     assert output.token_ids[:, 0].tolist() == hidden.argmax(1).tolist()
@@ -82,7 +84,7 @@ def test_a_sequence_that_does_not_sample_has_no_token() -> None:
     batch.arrays.counts[Count.NUM_LOGITS] = 1
     batch = Batch(batch.buffer, batch.bucket, batch.serials)
 
-    output = sampler.sample(random_logits(2), batch, batch)
+    output = sampler.sample(random_logits(2), batch, batch).result()
 
     assert output.num_tokens.tolist() == [1, 0]
     assert output.token_ids[1, 0] == -1
@@ -96,7 +98,7 @@ def test_bans_are_of_their_sequence_in_whichever_part_of_the_rows_it_is() -> Non
     banned = [[token] if seq % 3 == 0 else [] for seq, token in enumerate(best)]
     batch = make_batch(num_seqs, banned=banned)
 
-    output = sampler.sample(hidden, batch, batch)
+    output = sampler.sample(hidden, batch, batch).result()
 
     second = np.argsort(hidden, 1)[:, -2].tolist()
     expected = [second[seq] if banned[seq] else best[seq] for seq in range(num_seqs)]
@@ -106,10 +108,10 @@ def test_bans_are_of_their_sequence_in_whichever_part_of_the_rows_it_is() -> Non
 def test_the_output_is_the_callers_and_outlives_the_next_step() -> None:
     sampler, _ = make_sampler(2)
     hidden, batch = random_logits(2), make_batch(2)
-    first = sampler.sample(hidden, batch, batch)
+    first = sampler.sample(hidden, batch, batch).result()
     before = first.token_ids.tolist()
 
-    sampler.sample(-hidden, batch, batch)
+    sampler.sample(-hidden, batch, batch).result()
 
     assert first.token_ids.tolist() == before
 
@@ -121,7 +123,7 @@ def test_only_rows_that_asked_report_log_probabilities() -> None:
     batch.num_prompt_logprobs[1] = 0
     hidden = random_logits(5)
 
-    logprobs = sampler.sample(hidden, batch, batch).logprobs
+    logprobs = sampler.sample(hidden, batch, batch).result().logprobs
 
     assert logprobs is not None
     assert logprobs.seq.tolist() == [1, 1, 2]
@@ -143,7 +145,7 @@ def test_log_probabilities_of_many_chunks_stay_in_order() -> None:
     hidden, batch = random_logits(num_seqs), make_batch(num_seqs)
     batch.num_logprobs[:] = 1
 
-    logprobs = sampler.sample(hidden, batch, batch).logprobs
+    logprobs = sampler.sample(hidden, batch, batch).result().logprobs
 
     assert logprobs is not None
     assert logprobs.seq.tolist() == list(range(num_seqs))
@@ -156,7 +158,7 @@ def test_more_top_tokens_than_the_vocabulary_has_are_all_of_it() -> None:
     batch = make_batch(1)
     batch.num_logprobs[:] = VOCAB_SIZE + 5
 
-    logprobs = sampler.sample(random_logits(1), batch, batch).logprobs
+    logprobs = sampler.sample(random_logits(1), batch, batch).result().logprobs
 
     assert logprobs is not None
     assert sorted(logprobs.token_ids[0, 1:].tolist()) == list(range(VOCAB_SIZE))
@@ -168,7 +170,7 @@ def test_chunks_in_which_nobody_asked_are_left_out() -> None:
     hidden, batch = random_logits(num_seqs), make_batch(num_seqs)
     batch.num_logprobs[LOGITS_CHUNK + 3] = 0
 
-    logprobs = sampler.sample(hidden, batch, batch).logprobs
+    logprobs = sampler.sample(hidden, batch, batch).result().logprobs
 
     assert logprobs is not None
     assert logprobs.seq.tolist() == [LOGITS_CHUNK + 3]

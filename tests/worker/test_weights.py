@@ -219,17 +219,32 @@ def test_index_without_a_map_is_refused(tmp_path: Path, index: str) -> None:
         Checkpoint(tmp_path, TABLE)
 
 
-def test_dummy_weights_are_random_of_their_shape_and_take_the_memory_of_the_largest() -> None:
-    weights = DummyWeights(TABLE, "bfloat16", size=2)
+def test_dummy_weights_have_their_shapes_and_take_next_to_no_memory() -> None:
+    table = [*TABLE, Weight("head.weight", "head.weight", (1 << 16, 1 << 14), Shard.REPLICATED)]
+    tracemalloc.start()
 
+    weights = DummyWeights(table, "bfloat16", size=2)
     tensors = {attribute: weights[attribute] for attribute in weights}
 
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
     assert {attribute: tensor.shape for attribute, tensor in tensors.items()} == {
         "first.weight": (2, 6),
         "first.bias": (2,),
         "second.weight": (6, 2),
         "norm.weight": (6,),
+        "head.weight": (1 << 16, 1 << 14),
     }
-    assert (tensors["first.weight"].ravel() != tensors["second.weight"].ravel()).any()
-    assert (tensors["norm.weight"] == 1).all()
-    assert np.shares_memory(tensors["first.weight"], weights["first.weight"])
+    assert {tensor.dtype for tensor in tensors.values()} == {np.dtype(ml_dtypes.bfloat16)}
+    assert peak < 1 << 24  # bytes; the head alone would take 2 GB
+
+
+def test_no_two_rows_of_dummy_weights_are_equal_and_norms_are_one() -> None:
+    table = [Weight(name, name, (3000, 8), Shard.REPLICATED) for name in ("up.weight", "gate.weight")]
+    weights = DummyWeights([*table, TABLE[-1]], "float32")
+
+    rows = np.concatenate([weights["up.weight"], weights["gate.weight"]])
+
+    assert len(np.unique(rows, axis=0)) == 6000
+    assert 0.019 < rows.std() < 0.021
+    assert (weights["norm.weight"] == 1).all()

@@ -1,139 +1,183 @@
-"""plan_cache: how many blocks, how long a sequence, and what is refused with both numbers."""
+"""Worker: what it takes is what it planned, to the byte, and known before anything is there."""
 
-from dataclasses import replace
+import json
+import logging
+import time
+import tracemalloc
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
+from cupaged.backend.base import Backend, Limits, MemoryUse
 from cupaged.backend.cpu import CpuBackend
-from cupaged.config import EngineConfig, ModelConfig, RopeConfig
-from cupaged.worker.kv_cache import block_bytes
-from cupaged.worker.worker import (
-    DEFAULT_KV_CACHE_MEMORY,
-    CachePlan,
-    check_arena,
-    largest_batches,
-    longest_position,
-    plan_cache,
-)
+from cupaged.batch import Flag, padding_batch
+from cupaged.config import EngineConfig
+from cupaged.worker.worker import Worker, largest_batches
+from tests.backend.late import LateBackend
+from tools.make_tiny_model import CASES, LLAMA, write_tiny_model
 
-MODEL = ModelConfig(
-    model_type="llama",
-    vocab_size=32,
-    hidden_size=16,
-    intermediate_size=32,
-    num_layers=3,
-    num_heads=4,
-    num_kv_heads=2,
-    head_dim=8,
-    max_position_embeddings=256,
-)
-BLOCK_BYTES = 3 * 2 * 2 * 16 * 8 * 4  # layers, k and v, heads, tokens, head_dim, float32
+LLAMA_8B = LLAMA | {
+    "vocab_size": 128256,
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "max_position_embeddings": 131072,
+    "torch_dtype": "bfloat16",
+}
 
 
-@pytest.fixture(scope="module")
-def backend() -> CpuBackend:
-    return CpuBackend("float32", num_threads=1)
+def config(directory: Path, **options: Any) -> EngineConfig:
+    return EngineConfig.create(directory, **{"max_num_batched_tokens": 64, "max_num_seqs": 8, **options})
 
 
-def config(**options: Any) -> EngineConfig:
-    return EngineConfig.create("model", **options)
+def config_only(directory: Path, values: dict[str, Any]) -> Path:
+    (directory / "config.json").write_text(json.dumps(values))
+    return directory
 
 
-def test_block_bytes_count_keys_and_values_of_all_layers() -> None:
-    assert block_bytes(MODEL, 16, 4) == BLOCK_BYTES
+def numpy_bytes() -> int:
+    """Return the bytes that NumPy arrays hold, as tracemalloc counts them."""
+    arrays = tracemalloc.DomainFilter(True, np.lib.tracemalloc_domain)
+    snapshot = tracemalloc.take_snapshot().filter_traces([arrays])
+    return sum(trace.size for trace in snapshot.traces)
 
 
-def test_kv_cache_memory_is_cut_into_whole_blocks(backend: CpuBackend) -> None:
-    plan = plan_cache(config(kv_cache_memory=20 * BLOCK_BYTES - 1), MODEL, backend, 0)
+class AtLog(logging.Handler):
+    """Remembers what NumPy's arrays held at each message."""
 
-    assert plan.num_blocks == 19
-    assert plan.block_bytes == BLOCK_BYTES
+    def __init__(self) -> None:
+        super().__init__(logging.INFO)
+        self.bytes: list[int] = []
 
-
-def test_unset_memory_is_no_more_than_all_sequences_can_use(backend: CpuBackend) -> None:
-    plan = plan_cache(config(max_num_seqs=3, max_model_len=100), MODEL, backend, 0)
-
-    assert plan.num_blocks == 3 * 7
-    assert plan.num_blocks * BLOCK_BYTES < DEFAULT_KV_CACHE_MEMORY
+    def emit(self, record: logging.LogRecord) -> None:  # noqa: ARG002
+        """Count."""
+        self.bytes.append(numpy_bytes())
 
 
-def test_unset_length_is_the_models(backend: CpuBackend) -> None:
-    assert plan_cache(config(), MODEL, backend, 0).max_model_len == 256
+@pytest.mark.parametrize("case", ["llama_tied", "llama_bias", "mistral_window", "qwen2", "qwen3"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_all_that_is_allocated_is_planned_to_the_byte(tmp_path: Path, case: str, dtype: str) -> None:
+    write_tiny_model(tmp_path, CASES[case])
+    Worker(config(tmp_path, dtype=dtype), tmp_path)  # what the process has once is there now
+    tracemalloc.start()
+    before = numpy_bytes()
+
+    worker = Worker(config(tmp_path, dtype=dtype, kv_cache_memory=1 << 20), tmp_path)
+
+    taken = numpy_bytes() - before
+    tracemalloc.stop()
+    assert taken == worker.plan.total
+    assert worker.plan.use.weights > 0 < worker.plan.use.activations
 
 
-def test_dynamic_rope_stretches_only_when_asked(backend: CpuBackend) -> None:
-    model = replace(MODEL, rope=RopeConfig(rope_type="dynamic", factor=2.0))
-
-    assert plan_cache(config(), model, backend, 0).max_model_len == 256
-    assert plan_cache(config(max_model_len=400), model, backend, 0).max_model_len == 400
-
-
-def test_unset_length_is_lowered_to_the_pool_with_one_log_line(
-    backend: CpuBackend, caplog: pytest.LogCaptureFixture
+def test_the_plan_is_said_before_anything_is_allocated(
+    tiny_llama_dir: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    plan = plan_cache(config(kv_cache_memory=2 * BLOCK_BYTES), MODEL, backend, 0)
+    handler = AtLog()
+    tracemalloc.start()
+    before = numpy_bytes()
+    with caplog.at_level(logging.INFO, logger="cupaged"):
+        logging.getLogger("cupaged").addHandler(handler)
+        try:
+            worker = Worker(config(tiny_llama_dir), tiny_llama_dir)
+        finally:
+            logging.getLogger("cupaged").removeHandler(handler)
+    tracemalloc.stop()
 
-    assert plan.max_model_len == 32
-    assert [record.message for record in caplog.records if "from 256 to 32 tokens" in record.message]
-
-
-def test_set_length_that_the_pool_cannot_hold_is_refused(backend: CpuBackend) -> None:
-    with pytest.raises(ValueError, match=rf"holds 32 tokens but max_model_len is 33.*{3 * BLOCK_BYTES}"):
-        plan_cache(config(kv_cache_memory=2 * BLOCK_BYTES, max_model_len=33), MODEL, backend, 0)
-
-
-def test_memory_for_no_block_at_all_is_refused(backend: CpuBackend) -> None:
-    with pytest.raises(ValueError, match=f"of 1 bytes holds 0 tokens: a block takes {BLOCK_BYTES}"):
-        plan_cache(config(kv_cache_memory=1), MODEL, backend, 0)
-
-
-def test_cache_larger_than_the_free_memory_is_refused_with_both_numbers(backend: CpuBackend) -> None:
-    memory = backend.available_memory() * 2
-
-    with pytest.raises(ValueError, match=rf"kv_cache_memory is {memory} bytes .* 7 of weights only \d+ are"):
-        plan_cache(config(kv_cache_memory=memory), MODEL, backend, 7)
+    assert caplog.messages == [str(worker.plan)]
+    (at_log,) = handler.bytes
+    assert at_log - before < worker.plan.total / 100
 
 
-def test_weights_larger_than_the_free_memory_are_named_as_such(backend: CpuBackend) -> None:
-    num_bytes = backend.available_memory() * 2
-
-    with pytest.raises(ValueError, match=rf"the weights take {num_bytes} bytes but only \d+ are free"):
-        plan_cache(config(), MODEL, backend, num_bytes)
+class PlannedError(Exception):
+    """Raised in place of taking the memory."""
 
 
-def test_step_larger_than_what_the_cache_leaves_is_refused() -> None:
-    plan = CachePlan(num_blocks=3, block_bytes=100, max_model_len=48)
+class Paper(CpuBackend):
+    """A backend with the memory of an H200, of which nothing is taken."""
 
-    check_arena(700, config(), plan, available=1000)
-    with pytest.raises(
-        ValueError, match=r"max_num_batched_tokens=2048 tokens takes 701 bytes .* 700 are free"
-    ):
-        check_arena(701, config(), plan, available=1000)
+    num_rehearsals = 0
+
+    def available_memory(self) -> int:
+        """Return 140 GB."""
+        return 140 * 10**9
+
+    def kv_cache_share(self, free: int) -> int:
+        """Return all of it."""
+        return free
+
+    def measure(self, limits: Limits, rehearse: Any) -> MemoryUse:
+        """Count the rehearsals."""
+        self.num_rehearsals += 1
+        return super().measure(limits, rehearse)
+
+    def allocate(self, limits: Limits, use: MemoryUse) -> None:
+        """End here."""
+        raise PlannedError(limits, use)
 
 
-def test_no_step_has_more_tokens_than_the_cache_has_slots() -> None:
-    decodes, prefill = largest_batches(config(max_num_batched_tokens=10**9, max_num_seqs=8), num_slots=48)
+def test_a_rehearsal_reads_no_weights_and_is_quick_for_a_model_of_8b(tmp_path: Path) -> None:
+    config_only(tmp_path, LLAMA_8B)
+    backend = Paper("bfloat16")
+    options = config(tmp_path, load_format="dummy", max_num_batched_tokens=2048, max_num_seqs=256)
 
-    assert (decodes.num_tokens, decodes.num_seqs) == (8, 8)
-    assert (prefill.num_tokens, prefill.num_seqs) == (48, 8)
+    start = time.process_time()
+    with pytest.raises(PlannedError) as planned:
+        Worker(options, tmp_path, create_backend=lambda *_: backend)
+    seconds = time.process_time() - start
+
+    limits, use = planned.value.args
+    assert (limits.num_tokens, limits.num_seqs, limits.seq_len) == (2048, 256, 131072)
+    assert 32.1e9 < use.weights < 32.2e9  # 8 billion, in float32 here
+    assert backend.num_rehearsals == 1
+    assert seconds < 1.0
 
 
-def test_set_length_beyond_the_models_positions_is_refused(backend: CpuBackend) -> None:
-    with pytest.raises(ValueError, match="max_model_len is 257 but the model's positions end at 256"):
-        plan_cache(config(max_model_len=257), MODEL, backend, 0)
+def test_dummy_weights_need_no_checkpoint(tmp_path: Path) -> None:
+    config_only(tmp_path, LLAMA)
+    worker = Worker(config(tmp_path, load_format="dummy"), tmp_path)
+    batch = padding_batch(4, 1, num_decodes=0, num_logits=1, table_width=1)
+    batch.query_start[:], batch.seq_lens[:], batch.block_tables[:] = [0, 4], 4, 0
+    batch.positions[:] = batch.slot_mapping[:] = range(4)
+    batch.logit_index[:], batch.logit_target[:] = 3, -1
+    batch.flags[:], batch.rows[:] = Flag.SAMPLES, 0
+
+    output = worker.submit(batch).result()
+
+    assert output.num_tokens.tolist() == [1]
+    assert 0 <= output.token_ids[0, 0] < LLAMA["vocab_size"]
+
+
+def test_without_weights_a_checkpoint_is_asked_for(tmp_path: Path) -> None:
+    config_only(tmp_path, LLAMA)
+
+    with pytest.raises(ValueError, match=r"neither model\.safetensors nor"):
+        Worker(config(tmp_path), tmp_path)
 
 
 @pytest.mark.parametrize(
-    ("rope", "longest"),
-    [
-        (RopeConfig(), 256),
-        (RopeConfig(rope_type="linear", factor=4.0), 1024),
-        (RopeConfig(rope_type="dynamic", factor=2.0), 512),
-        (RopeConfig(rope_type="yarn", factor=4.0, original_max_position_embeddings=64), 256),
-        (RopeConfig(rope_type="yarn", factor=4.0, original_max_position_embeddings=128), 512),
-        (RopeConfig(rope_type="llama3", factor=8.0, original_max_position_embeddings=64), 256),
-    ],
+    ("backend", "async_scheduling", "expected"),
+    [(LateBackend, True, 2), (LateBackend, False, 1), (CpuBackend, True, 1)],
 )
-def test_stretched_positions_go_further(rope: RopeConfig, longest: int) -> None:
-    assert longest_position(replace(MODEL, rope=rope)) == longest
+def test_steps_in_flight_are_the_backends_unless_switched_off(
+    tiny_llama_dir: Path, backend: type[CpuBackend], async_scheduling: bool, expected: int
+) -> None:
+    def create(options: EngineConfig, _: str) -> Backend:
+        return backend("float32", options.num_threads)
+
+    options = config(tiny_llama_dir, async_scheduling=async_scheduling)
+
+    assert Worker(options, tiny_llama_dir, create_backend=create).max_in_flight == expected
+
+
+def test_the_largest_steps_fill_their_limits() -> None:
+    limits = Limits(num_tokens=48, num_seqs=8, seq_len=64, block_size=16, num_slots=48)
+
+    decodes, prefill = largest_batches(limits)
+
+    assert (decodes.num_tokens, decodes.num_seqs, decodes.num_decodes, decodes.num_logits) == (8, 8, 8, 8)
+    assert (prefill.num_tokens, prefill.num_seqs, prefill.num_decodes, prefill.num_logits) == (48, 8, 0, 48)

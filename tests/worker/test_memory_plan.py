@@ -1,0 +1,225 @@
+"""plan_memory: how many blocks, how long a sequence, and what is refused with which way out."""
+
+import logging
+import re
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from cupaged.backend.base import Limits, MemoryUse
+from cupaged.backend.cpu import CpuBackend
+from cupaged.config import EngineConfig, ModelConfig, RopeConfig
+from cupaged.worker.kv_cache import block_bytes
+from cupaged.worker.memory_plan import MemoryPlan, longest_position, plan_memory
+
+MODEL = ModelConfig(
+    model_type="llama",
+    vocab_size=32,
+    hidden_size=16,
+    intermediate_size=32,
+    num_layers=3,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=8,
+    max_position_embeddings=256,
+)
+BLOCK_BYTES = 3 * 2 * 2 * 16 * 8 * 4  # layers, k and v, heads, tokens, head_dim, float32
+LONG_MODEL = replace(MODEL, max_position_embeddings=1 << 16)
+WEIGHTS, WORKSPACE, RESERVE = 50_000, 7_000, 3_000  # bytes
+
+
+class Memory(CpuBackend):
+    """A backend with so much free memory, which gives the KV cache all that is left."""
+
+    def __init__(self, available: int) -> None:
+        super().__init__("float32", num_threads=1)
+        self.available = available
+
+    def available_memory(self) -> int:
+        """Return the bytes."""
+        return self.available
+
+    def kv_cache_share(self, free: int) -> int:
+        """Return all of them."""
+        return free
+
+
+def measure(limits: Limits) -> MemoryUse:
+    """Need more for longer sequences and for larger steps, as a model does."""
+    splits = limits.num_seqs * -(-limits.seq_len // 256)
+    return MemoryUse(WEIGHTS + 32 * limits.seq_len, WORKSPACE, 40 * limits.num_tokens + 300 * splits, RESERVE)
+
+
+def config(**options: Any) -> EngineConfig:
+    return EngineConfig.create("model", **{"max_num_seqs": 4, "max_num_batched_tokens": 64, **options})
+
+
+def plan(available: int = 1 << 30, model: ModelConfig = MODEL, **options: Any) -> MemoryPlan:
+    return plan_memory(config(**options), model, Memory(available), measure)
+
+
+def fits(available: int, max_model_len: int, **options: Any) -> bool:
+    try:
+        plan(available, LONG_MODEL, max_model_len=max_model_len, **options)
+    except ValueError:
+        return False
+    return True
+
+
+def test_block_bytes_count_keys_and_values_of_all_layers() -> None:
+    assert block_bytes(MODEL, 16, 4) == BLOCK_BYTES
+
+
+def test_kv_cache_memory_is_cut_into_whole_blocks() -> None:
+    made = plan(kv_cache_memory=200 * BLOCK_BYTES - 1)
+
+    assert (made.num_blocks, made.block_bytes, made.num_tokens) == (199, BLOCK_BYTES, 199 * 16)
+
+
+def test_unset_memory_is_no_more_than_all_sequences_can_use() -> None:
+    made = plan(max_num_seqs=3, max_model_len=100)
+
+    assert made.num_blocks == 3 * 7
+
+
+def test_unset_memory_is_what_gpu_memory_utilization_leaves() -> None:
+    made = plan(10_000_000, LONG_MODEL, gpu_memory_utilization=0.5, max_model_len=4096)
+
+    assert 5_000_000 - BLOCK_BYTES < made.total <= 5_000_000
+    assert made.total == sum(measure(made.limits)) + made.num_blocks * BLOCK_BYTES
+
+
+def test_limits_are_the_largest_step_and_cache_that_there_can_be() -> None:
+    made = plan(max_num_seqs=2, max_model_len=20, max_num_batched_tokens=10**9)
+
+    assert made.limits == Limits(num_tokens=64, num_seqs=2, seq_len=20, block_size=16, num_slots=64)
+    assert made.use == measure(made.limits)
+
+
+def test_the_plan_is_one_line_of_all_its_parts() -> None:
+    made = MemoryPlan(
+        limits=Limits(num_tokens=64, num_seqs=2, seq_len=20, block_size=16, num_slots=64),
+        use=MemoryUse(weights=3 << 30, workspace=1 << 29, activations=1 << 28, reserve=0),
+        num_blocks=64,
+        block_bytes=1 << 24,
+        available=8 << 30,
+    )
+
+    assert str(made) == (
+        "memory in GiB: weights 3.000 + workspace 0.500 + activations 0.250 + KV cache 1.000 = 4.750 of "
+        "8.000 free; 64 KV blocks hold 1024 tokens, a sequence at most 20"
+    )
+
+
+def test_unset_length_is_the_models() -> None:
+    assert plan().max_model_len == 256
+
+
+def test_dynamic_rope_stretches_only_when_asked() -> None:
+    model = replace(MODEL, rope=RopeConfig(rope_type="dynamic", factor=2.0))
+
+    assert plan(model=model).max_model_len == 256
+    assert plan(model=model, max_model_len=400).max_model_len == 400
+
+
+LIMITED: list[tuple[int, dict[str, Any]]] = [
+    (1 << 30, {"kv_cache_memory": 20 * BLOCK_BYTES}),  # by the cache
+    (300_000, {"kv_cache_memory": 20 * BLOCK_BYTES}),  # by what is needed beside it
+    (1_000_000, {"gpu_memory_utilization": 0.9}),
+    (1_000_000, {"gpu_memory_utilization": 0.37, "block_size": 32}),
+    (1_000_000, {"max_num_seqs": 1}),
+    (123_456, {}),  # three blocks
+    (1_000_000, {"max_num_seqs": 200, "max_num_batched_tokens": 4096}),
+]
+
+
+@pytest.mark.parametrize(("available", "options"), LIMITED)
+def test_refused_length_names_the_largest_that_fits_and_one_block_more_is_refused(
+    available: int, options: dict[str, Any]
+) -> None:
+    with pytest.raises(ValueError, match="largest that fits") as error:
+        plan(available, LONG_MODEL, max_model_len=1 << 16, **options)
+
+    (named,) = re.findall(r"lower max_model_len to (\d+), the largest that fits", str(error.value))
+    largest, size = int(named), options.get("block_size", 16)
+    assert largest % size == 0
+    made = plan(available, LONG_MODEL, max_model_len=largest, **options)
+    assert made.num_tokens >= made.max_model_len == largest
+    assert made.total <= available
+    assert not fits(available, largest + 1, **options)
+    assert not fits(available, largest + size, **options)
+    assert all(fits(available, length, **options) for length in (2, size, largest - 1))
+
+
+@pytest.mark.parametrize(("available", "options"), LIMITED)
+def test_unset_length_is_lowered_to_that_same_length_with_one_warning(
+    available: int, options: dict[str, Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    made = plan(available, LONG_MODEL, **options)
+
+    (record,) = caplog.records
+    assert record.levelno == logging.WARNING
+    assert f"from 65536 to {made.max_model_len} tokens" in record.message
+    assert fits(available, made.max_model_len, **options)
+    assert not fits(available, made.max_model_len + 1, **options)
+
+
+def test_length_that_needs_more_than_all_memory_beside_the_cache_still_names_one_that_fits() -> None:
+    available = WEIGHTS + 32 * 4096
+
+    with pytest.raises(ValueError, match=r"the weights take 2147152 bytes but only 181072 .* to 224, "):
+        plan(available, LONG_MODEL, max_model_len=1 << 16)
+
+
+def test_few_lengths_are_tried(caplog: pytest.LogCaptureFixture) -> None:
+    tried: list[int] = []
+
+    def counted(limits: Limits) -> MemoryUse:
+        tried.append(limits.seq_len)
+        return measure(limits)
+
+    plan_memory(config(), LONG_MODEL, Memory(10_000_000), counted)
+
+    assert "lowered" in caplog.text
+    assert len(tried) < 14, tried
+
+
+def test_memory_for_no_block_at_all_is_refused() -> None:
+    with pytest.raises(ValueError, match=f"needs {BLOCK_BYTES} bytes .* there are 1, which hold 0 tokens"):
+        plan(kv_cache_memory=1)
+
+
+def test_cache_larger_than_the_free_memory_is_refused_with_both_numbers() -> None:
+    with pytest.raises(ValueError, match=r"kv_cache_memory is 999999 bytes but .* only \d+ are free; lower"):
+        plan(1_000_000, kv_cache_memory=999_999)
+
+
+def test_weights_larger_than_the_free_memory_are_named_as_such() -> None:
+    with pytest.raises(ValueError, match=r"the weights take 50512 bytes but only 10000 are free; close"):
+        plan(10_000)
+
+
+def test_steps_that_leave_no_room_for_a_cache_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"for steps of max_num_batched_tokens=9999 no block .* 90000 bytes"):
+        plan(100_000, max_num_batched_tokens=9999, max_num_seqs=100)
+
+
+def test_set_length_beyond_the_models_positions_is_refused() -> None:
+    with pytest.raises(ValueError, match="max_model_len is 257 but the model's positions end at 256"):
+        plan(max_model_len=257)
+
+
+@pytest.mark.parametrize(
+    ("rope", "longest"),
+    [
+        (RopeConfig(), 256),
+        (RopeConfig(rope_type="linear", factor=4.0), 1024),
+        (RopeConfig(rope_type="dynamic", factor=2.0), 512),
+        (RopeConfig(rope_type="yarn", factor=4.0, original_max_position_embeddings=64), 256),
+        (RopeConfig(rope_type="yarn", factor=4.0, original_max_position_embeddings=128), 512),
+        (RopeConfig(rope_type="llama3", factor=8.0, original_max_position_embeddings=64), 256),
+    ],
+)
+def test_stretched_positions_go_further(rope: RopeConfig, longest: int) -> None:
+    assert longest_position(replace(MODEL, rope=rope)) == longest
