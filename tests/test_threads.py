@@ -19,6 +19,7 @@ importlib.metadata.files = lambda name: None
 TWO_ENGINES = """
 import threading
 import numpy as np
+from cupaged.backend.base import Limits, MemoryUse
 from cupaged.backend.cpu import CpuBackend
 
 weight = np.random.default_rng(0).standard_normal((960, 576), np.float32)
@@ -28,7 +29,7 @@ right = []
 
 def serve():
     backend = CpuBackend("float32", num_threads=2)
-    backend.create_arena(1 << 20)
+    backend.allocate(Limits(8, 1, 8, 16, 16), MemoryUse(0, 0, 1 << 20, 0))
     handle = backend.prepare_linear([{"weight": weight}])
     for _ in range(300):
         backend.begin_forward()

@@ -117,7 +117,7 @@ class Backend(Protocol):
         """
 
     def synchronize(self) -> None:
-        """Wait until all that has begun is done; what was not fetched by then is lost."""
+        """Wait until all that has begun is done."""
 
     # A step: begin_forward, upload, then operations.
     def begin_forward(self) -> None: ...

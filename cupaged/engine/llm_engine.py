@@ -117,6 +117,7 @@ class LLMEngine:
         self._requests.clear()
         self._in_flight.clear()
         self.scheduler = self._create_scheduler()
+        self.executor.synchronize()  # a step in flight still writes to the KV cache and to its results
 
     def _create_scheduler(self) -> Scheduler:
         return Scheduler(

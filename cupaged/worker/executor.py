@@ -30,8 +30,11 @@ class Executor(Protocol):
     def submit(self, batch: Batch) -> StepHandle:
         """Start a step; the batch's buffer must stay as it is until its result has been taken."""
 
+    def synchronize(self) -> None:
+        """Wait until all submitted steps are done, also those whose result nobody will ask for."""
+
     def close(self) -> None:
-        """Release all memory; nothing may be submitted afterwards."""
+        """Wait, then release all memory; nothing may be submitted afterwards."""
 
 
 class UniprocExecutor:
@@ -56,10 +59,18 @@ class UniprocExecutor:
             raise RuntimeError("the engine is closed; make a new one")
         return self._worker.submit(batch)
 
+    def synchronize(self) -> None:
+        """Wait until all submitted steps are done."""
+        if self._worker is not None:
+            self._worker.synchronize()
+
     def close(self) -> None:
-        """Drop the worker, and with it weights, arena and KV cache."""
-        self._worker = None
-        _return_free_memory()
+        """Drop the worker, and with it weights, arena and KV cache, once no step uses them any more."""
+        try:
+            self.synchronize()
+        finally:
+            self._worker = None
+            _return_free_memory()
 
 
 def _return_free_memory() -> None:

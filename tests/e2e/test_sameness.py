@@ -1,21 +1,20 @@
 """The same request gives the same tokens and log-probabilities alone, batched, in chunks and preempted."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
 import pytest
 
 from cupaged import LLM, SamplingParams
-from cupaged.batch import Batch, StepOutput
 from cupaged.config import EngineConfig
 from cupaged.engine.llm_engine import LLMEngine
 from cupaged.outputs import CompletionOutput, Logprobs
 from cupaged.sampling_params import RequestOutputKind
 from cupaged.worker.executor import UniprocExecutor
+from tests.backend.late import LateBackend
 
 NUM_REQUESTS = 32
 MAX_MODEL_LEN = 128
@@ -82,23 +81,8 @@ def test_prefilled_in_chunks_of_seven_tokens(
         assert generate(llm, requests) == alone
 
 
-class LateStep(NamedTuple):
-    """A step that runs when its result is asked for."""
-
-    run: Callable[[], StepOutput]
-
-    def result(self) -> StepOutput:
-        return self.run()
-
-
-class LateExecutor(UniprocExecutor):
-    """Two steps in flight: the second takes its input from a token that only the worker knows."""
-
-    max_in_flight = 2
-
-    def submit(self, batch: Batch) -> LateStep:
-        assert self._worker is not None
-        return LateStep(partial(self._worker.execute, batch))
+def late_backend(config: EngineConfig, _: str) -> LateBackend:
+    return LateBackend(config.dtype)
 
 
 @pytest.mark.parametrize("aborts", [False, True])
@@ -116,7 +100,8 @@ def test_two_steps_in_flight(
     config = EngineConfig.create(
         tiny_llama_dir, dtype=dtype, max_model_len=MAX_MODEL_LEN, kv_cache_memory=memory
     )
-    engine = LLMEngine(config, create_executor=LateExecutor)
+    engine = LLMEngine(config, create_executor=partial(UniprocExecutor, create_backend=late_backend))
+    assert engine.executor.max_in_flight == 2
     for i, (prompt, params) in enumerate(requests):
         final = replace(params, output_kind=RequestOutputKind.FINAL_ONLY)
         engine.add_request(str(i), prompt, final)

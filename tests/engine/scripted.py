@@ -4,14 +4,16 @@ ScriptedExecutor runs it at once, or late: only when the result is asked for, wi
 that a loop that reuses a batch's buffer too early, or that needs a token too soon, goes wrong.
 """
 
+from collections import deque
 from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 
+from cupaged.backend.base import Limits, MemoryUse
 from cupaged.batch import Batch, Flag, StepOutput, TokenLogprobs
 from cupaged.config import EngineConfig, ModelConfig
-from cupaged.worker.worker import CachePlan
+from cupaged.worker.memory_plan import MemoryPlan
 
 VOCAB_SIZE = 64
 
@@ -44,11 +46,18 @@ def continuation(prompt: list[int], length: int, follow: NextToken = next_token)
 
 
 class _Step:
-    def __init__(self, run: Callable[[], StepOutput]) -> None:
-        self._run = run
+    """A step in line."""
+
+    def __init__(self, executor: "ScriptedExecutor", batch: Batch) -> None:
+        self.batch = batch
+        self.output: StepOutput | None = None
+        self._executor = executor
 
     def result(self) -> StepOutput:
-        return self._run()
+        """Run what is before it, then it, unless they have run."""
+        while self.output is None:
+            self._executor.run_next()
+        return self.output
 
 
 class ScriptedExecutor:
@@ -62,9 +71,22 @@ class ScriptedExecutor:
         late: bool = False,
         follow: NextToken = next_token,
     ) -> None:
-        self.plan = CachePlan(num_blocks=num_blocks, block_bytes=1, max_model_len=config.max_model_len or 256)
+        self.plan = MemoryPlan(
+            limits=Limits(
+                num_tokens=config.max_num_batched_tokens,
+                num_seqs=config.max_num_seqs,
+                seq_len=config.max_model_len or 256,
+                block_size=config.block_size,
+                num_slots=num_blocks * config.block_size,
+            ),
+            use=MemoryUse(weights=0, workspace=0, activations=0, reserve=0),
+            num_blocks=num_blocks,
+            block_bytes=1,
+            available=num_blocks,
+        )
         self.model_config = MODEL_CONFIG
         self.max_in_flight = 2 if late else 1
+        self.begun: deque[_Step] = deque()  # not run yet
         self.is_closed = False
         self._late = late
         self._follow = follow
@@ -72,10 +94,21 @@ class ScriptedExecutor:
 
     def submit(self, batch: Batch) -> _Step:
         """Run the step now, or leave it to result()."""
-        if self._late:
-            return _Step(lambda: self._execute(batch))
-        output = self._execute(batch)
-        return _Step(lambda: output)
+        step = _Step(self, batch)
+        self.begun.append(step)
+        if not self._late:
+            self.synchronize()
+        return step
+
+    def run_next(self) -> None:
+        """Run the first step in line."""
+        step = self.begun.popleft()
+        step.output = self._execute(step.batch)
+
+    def synchronize(self) -> None:
+        """Run all steps in line."""
+        while self.begun:
+            self.run_next()
 
     def close(self) -> None:
         """Remember that it was closed."""

@@ -8,8 +8,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from cupaged.backend.base import Backend, Communicator, KVCacheView, create_backend
+from cupaged.backend.base import Backend, Communicator, KVCacheView, Limits
 from cupaged.backend.comm import SingleRank
+from cupaged.backend.cpu import CpuBackend
 from cupaged.batch import Batch, Bucket, Count, buffer_size, view
 from cupaged.models import load_model_class, load_model_config
 from cupaged.worker.weights import Checkpoint
@@ -32,7 +33,7 @@ class Driver:
     ) -> None:
         comm = communicator or SingleRank()
         self.config = config = load_model_config(directory)
-        self.backend: Backend = create_backend("cpu", dtype, 2)
+        self.backend: Backend = CpuBackend(dtype, num_threads=2)
         family = load_model_class(config.model_type)
         weights = Checkpoint(directory, family.weights(config), rank=comm.rank, size=comm.size)
         self.model = family.Model(config, self.backend, comm, weights, max_model_len=max_model_len)
@@ -62,9 +63,10 @@ class Driver:
             hidden = self.model.forward(batch, self)
             backend.begin_layer()
             rows = backend.gather_rows(hidden, batch.logit_index)
-            logits[:] = [np.array(backend.to_host(self.model.logits(rows)))]
+            logits[:] = [backend.fetch(self.model.logits(rows))()]
 
-        backend.create_arena(backend.measure(run))
+        limits = Limits(batch.num_tokens, len(order), max(self._lengths.values()), self._block_size, 0)
+        backend.allocate(limits, backend.measure(limits, run))
         run()
         ends = np.cumsum([len(new_tokens[seq]) for seq in order])
         return dict(zip(order, np.split(logits[0], ends[:-1]), strict=True))

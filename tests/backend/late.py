@@ -1,0 +1,63 @@
+"""LateBackend: a CPU that works like a GPU. What is begun waits in line until somebody waits for it."""
+
+from collections import deque
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from cupaged.backend.base import Array
+from cupaged.backend.cpu import CpuBackend
+from cupaged.batch import Batch
+
+
+class LateBackend(CpuBackend):
+    """Two steps in flight; a loop that needs a token too soon or reuses a buffer too early goes wrong."""
+
+    max_in_flight = 2
+
+    def __init__(self, dtype: str, num_threads: int | None = None) -> None:
+        super().__init__(dtype, num_threads)
+        self.begun: deque[Callable[[], None]] = deque()
+
+    def fetch(self, array: Array) -> Callable[[], NDArray[Any]]:
+        """Return a call that does all that comes before the copy, unless it is done."""
+        copies: list[NDArray[Any]] = []
+        self._begin(lambda: copies.append(np.array(array)))
+
+        def wait() -> NDArray[Any]:
+            while not copies:
+                self.begun.popleft()()
+            return copies[0]
+
+        return wait
+
+    def synchronize(self) -> None:
+        """Do all that has begun."""
+        while self.begun:
+            self.begun.popleft()()
+
+    def upload(self, batch: Batch) -> Batch:
+        """Return a copy, as on a device."""
+        return Batch(batch.words.copy(), batch.bucket, batch.serials)
+
+    def copy_blocks(self, source: Array, target: Array, pairs: Array) -> None:
+        """Begin to copy whole blocks from pool to pool."""
+        self._begin(partial(super().copy_blocks, source, target, pairs))
+
+    def load_last_tokens(self, batch: Batch, last_token: Array) -> None:
+        """Begin to fill the inputs that ask for it."""
+        self._begin(partial(super().load_last_tokens, batch, last_token))
+
+    def store_last_tokens(self, batch: Batch, token_ids: Array, last_token: Array) -> None:
+        """Begin to set last_token[row] for the sequences that sampled."""
+        self._begin(partial(super().store_last_tokens, batch, token_ids, last_token))
+
+    def _run(self, kernel: Callable[..., None], *args: Any, num_items: int = 0) -> None:
+        self._begin(partial(super()._run, kernel, *args, num_items=num_items))
+
+    def _begin(self, work: Callable[[], None]) -> None:
+        if not self._arena.measuring:
+            self.begun.append(work)
