@@ -98,7 +98,7 @@ class CudaDevice:
         except self._runtime.CUDARuntimeError as error:
             if error.status != OUT_OF_MEMORY:
                 raise
-            raise ValueError(f"{what} are wanted but {free()} are free; {remedy}") from None
+            raise ValueError(f"no room for {what}, {free()} are free; {remedy}") from None
 
     def view(self, memory: Array, offset: int, shape: tuple[int, ...], dtype: Any) -> Array:
         """Return the packed array that lies `offset` bytes into uint8 `memory`."""
@@ -159,7 +159,7 @@ class CudaDevice:
                 self.cupy_stream.end_capture()
             raise
         remedy = f"{LESS}, or set enforce_eager"
-        with self._no_memory("bytes for one more CUDA graph", self._free, remedy):
+        with self._no_memory("the bytes of one more CUDA graph", self._free, remedy):
             graph = self.cupy_stream.end_capture()
             graph.upload(self.cupy_stream)  # takes its memory now, not at the first launch
         return CudaGraph(graph, self.cupy_stream, self._current)

@@ -57,7 +57,7 @@ def test_memory_that_is_not_there_is_told_in_bytes(device: Device, fake: FakeCuP
     fake.free_bytes = 4096
     held = device.allocate(1024)
 
-    message = r"5000 bytes of GPU memory are wanted but 3072 are free; .*lower gpu_memory_utilization"
+    message = r"no room for 5000 bytes of GPU memory, 3072 are free; .*lower gpu_memory_utilization"
     with pytest.raises(ValueError, match=message):
         device.allocate(5000)
     assert device.memory_info() == (3072, 1 << 30)
@@ -79,7 +79,7 @@ def test_pinned_memory_is_exact_writable_and_goes_back(device: Device, fake: Fak
     assert words.tolist() == [7, 7]
     del words
     assert fake.pinned == []
-    with pytest.raises(ValueError, match=r"2097152 bytes of page-locked host memory are wanted but \d+ are"):
+    with pytest.raises(ValueError, match=r"2097152 bytes of page-locked host memory, \d+ are free"):
         device.pin(2 << 20)
 
 
@@ -183,7 +183,7 @@ def test_work_that_fails_leaves_no_stream_that_captures(device: Device, fake: Fa
 def test_graph_that_finds_no_memory_says_so(device: Device, fake: FakeCuPy) -> None:
     fake.error = CUDARuntimeError(2)
 
-    with pytest.raises(ValueError, match=r"one more CUDA graph are wanted but \d+ are free; .*enforce_eager"):
+    with pytest.raises(ValueError, match=r"one more CUDA graph, \d+ are free; .*enforce_eager"):
         device.capture(lambda: None)
 
 
