@@ -2,8 +2,8 @@
 
 from typing import TYPE_CHECKING, Any
 
-from tests.cuda_on_cpu import cublaslt
 from tests.cuda_on_cpu.build import EmulatorError
+from tests.cuda_on_cpu.cublaslt import load, prepare
 from tests.cuda_on_cpu.gpu_stream import Launch
 
 if TYPE_CHECKING:
@@ -14,7 +14,7 @@ class Cublaslt:
     """The library's functions by name; cublasLtMatmul is ours."""
 
     def __init__(self, gpu: "EmulatedGpu") -> None:
-        self._library = cublaslt.load()
+        self._library = load()
         self.cublasLtMatmul = MatmulFunction(gpu, self._library)
 
     def __getattr__(self, name: str) -> Any:
@@ -33,7 +33,7 @@ class MatmulFunction:
     def __call__(self, *args: Any) -> int:
         """Put a matrix product on the stream; return cuBLAS's status."""
         gpu = self._gpu
-        status, matmul = cublaslt.prepare(self._library, args)
+        status, matmul = prepare(self._library, args)
         if matmul is None:
             return int(status)
         if matmul.stream != gpu.stream:
