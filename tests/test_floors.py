@@ -56,7 +56,10 @@ FLOORS = {
     "2 device": Floor(
         ("cupaged.backend.cupy_device",), ("cupaged.kernels",), ("numpy", "cupy", "cupy_backends")
     ),
-    "2 seam": Floor(("cupaged.backend.base",), (*GROUND, "cupaged.backend.cpu"), ("numpy",)),
+    "2 cuBLASLt": Floor(("cupaged.backend.cublaslt",), ("cupaged.kernels",), ("cuda.pathfinder",)),
+    "2 seam": Floor(
+        ("cupaged.backend.base",), (*GROUND, "cupaged.backend.cpu", "cupaged.backend.cuda"), ("numpy",)
+    ),
     "2 scheduler": Floor(("cupaged.scheduler",), (*GROUND, "cupaged.jit"), ("numpy",)),
     "1 kernels": Floor(("cupaged.kernels",), ("cupaged.jit",), ("numpy", "numba", "llvmlite", "ml_dtypes")),
     # What meets a GPU imports nothing that is slow to import, so that a compiler needs no Numba.

@@ -153,3 +153,19 @@ def build(source: Path, mode: str, constants: Mapping[str, Constant]) -> Path:
         _run(compiler(), "-shared", "-o", library, compiled, runtime)  # without flags: no sanitizer's library
         os.replace(library, target)
     return target
+
+
+def build_library(source: Path) -> Path:
+    """Return the library of a source that stands alone; EmulatorError if it has errors."""
+    cache = user_cache_dir() / "cuda_on_cpu"
+    cache.mkdir(parents=True, exist_ok=True)
+    flags = [*_ALL, *_RUNTIME, "-Wall", "-Werror", "-ffp-contract=off", "-shared"]
+    target = cache / f"{source.stem}-{_key([source], flags)}.so"
+    if target.exists():
+        os.utime(target)
+        return target
+    with tempfile.TemporaryDirectory(dir=cache) as folder:
+        library = Path(folder, "library.so")
+        _run(compiler(), *flags, "-o", library, source)
+        os.replace(library, target)
+    return target
