@@ -51,7 +51,8 @@ class HostMemory:
         self, memory: NDArray[np.uint8], offset: int, shape: tuple[int, ...], dtype: Any
     ) -> NDArray[Any]:
         """Return an array over a part of `memory`."""
-        return np.ndarray(shape, dtype, memory, offset)
+        array: NDArray[Any] = np.ndarray(shape, dtype, memory, offset)
+        return array
 
 
 class ArenaState(NamedTuple):

@@ -83,7 +83,8 @@ class Fetches:
             late = self._step - step
             assert late < len(self._pieces), f"{late} steps began since; {len(self._pieces)} are kept"
             event.synchronize()
-            return staged.copy()
+            copy: NDArray[Any] = staged.copy()
+            return copy
 
         return result
 
