@@ -177,13 +177,13 @@ class EngineConfig:
     max_num_seqs: int = option(256, "sequences running at once")
     max_num_batched_tokens: int = option(2048, "token budget of one step")
     gpu_memory_utilization: float = option(
-        0.9, "share of the free memory, host's or GPU's, for weights and KV cache"
+        0.9, "share of the free memory, host's or GPU's, that weights, steps and KV cache take at most"
     )
     kv_cache_memory: int | None = option(
         None, "bytes of KV cache; unset = all that is left, on the CPU half of it, at most 4 GiB"
     )
     load_format: LoadFormat = option("auto", "auto = safetensors; dummy = random weights, for measurements")
-    enforce_eager: bool = option(False, "launch every kernel by itself, no CUDA graphs")
+    enforce_eager: bool = option(False, "on a GPU, launch every kernel by itself: no CUDA graphs")
     async_scheduling: bool = option(True, "on a GPU, plan a step while the one before it runs")
     seed: int = option(0, "seed of requests that bring none")
     num_threads: int | None = option(None, "CPU threads; unset = all cores")

@@ -1,6 +1,7 @@
 """Command-line flags made from EngineConfig's fields, for every program that builds an engine."""
 
 import argparse
+import logging
 import sys
 from dataclasses import MISSING, fields
 from types import UnionType
@@ -18,20 +19,17 @@ def add_engine_flags(parser: argparse.ArgumentParser) -> None:
             parser.add_argument(field.name, metavar=field.name.upper(), help=text)
             continue
         kind, choices = _kind(hints[field.name])
-        default = "" if field.default is None else f" (default: {field.default})"
         name = "--" + field.name.replace("_", "-")
         if kind is bool:
-            action = argparse.BooleanOptionalAction
-            parser.add_argument(name, action=action, default=field.default, help=text + default)
-            continue
-        parser.add_argument(
-            name,
-            type=kind,
-            choices=choices,
-            default=field.default,
-            metavar=None if choices else kind.__name__.upper(),
-            help=(text + default).replace("%", "%%"),
-        )
+            flag = parser.add_argument(name, action=argparse.BooleanOptionalAction, default=field.default)
+        else:
+            metavar = None if choices else kind.__name__.upper()
+            flag = parser.add_argument(
+                name, type=kind, choices=choices, default=field.default, metavar=metavar
+            )
+        default = "" if field.default is None else f" (default: {field.default})"
+        # Not as an argument: before Python 3.13, a BooleanOptionalAction adds the default to it once more.
+        flag.help = (text + default).replace("%", "%%")
 
 
 def engine_config(args: argparse.Namespace) -> EngineConfig:
@@ -39,10 +37,27 @@ def engine_config(args: argparse.Namespace) -> EngineConfig:
     return EngineConfig(**{field.name: getattr(args, field.name) for field in fields(EngineConfig)})
 
 
+def is_watched() -> bool:
+    """Return whether a human sees stderr."""
+    return sys.stderr.isatty()
+
+
 def say_loading(config: EngineConfig) -> None:
     """Give a sign of life where a human watches: an empty cache of kernels takes a while to fill."""
-    if sys.stderr.isatty():
+    if is_watched():
         print(f"Loading {config.model}; the first time also compiles, for 30 s ...", file=sys.stderr)
+
+
+def show_log() -> None:
+    """Show on stderr what the engine says: how it plans its memory, warnings, failures.
+
+    For programs only. Used as a library, the engine says nothing below a warning.
+    """
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(logging.Formatter("%(levelname)s: %(message)s"))
+    logger = logging.getLogger("cupaged")
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
 
 
 def _kind(hint: Any) -> tuple[type, tuple[str, ...] | None]:

@@ -16,7 +16,7 @@ from math import isfinite
 from pathlib import Path
 from typing import Any, TextIO
 
-from cupaged.flags import add_engine_flags, engine_config, say_loading
+from cupaged.flags import add_engine_flags, engine_config, is_watched, say_loading, show_log
 from cupaged.llm import LLM
 from cupaged.outputs import Logprobs, RequestOutput
 from cupaged.sampling_params import RequestOutputKind, SamplingParams
@@ -72,6 +72,8 @@ def main(argv: list[str] | None = None) -> int:
                 out = stack.enter_context(args.output.open("w", encoding="utf-8"))
             config = engine_config(args)
             say_loading(config)
+            if is_watched():
+                show_log()
             llm = stack.enter_context(LLM(**{f.name: getattr(config, f.name) for f in fields(config)}))
         except (ValueError, OSError) as error:
             print(f"error: {error}", file=sys.stderr)

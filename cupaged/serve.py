@@ -1,7 +1,7 @@
 """python -m cupaged.serve MODEL: an OpenAI-compatible HTTP server.
 
-Loads the model, opens the port, prints one line when it is ready, and stops on SIGTERM or Ctrl-C once the
-requests in flight have finished.
+Says on stderr how it divides the memory, loads the model, opens the port, prints one line when it is ready,
+and stops on SIGTERM or Ctrl-C once the requests in flight have finished.
 """
 
 import argparse
@@ -11,7 +11,7 @@ import sys
 from importlib.util import find_spec
 
 from cupaged.config import EngineConfig
-from cupaged.flags import add_engine_flags, engine_config, say_loading
+from cupaged.flags import add_engine_flags, engine_config, say_loading, show_log
 
 _SERVE_EXTRA = ("msgspec", "starlette", "uvicorn")
 
@@ -68,6 +68,7 @@ def main(argv: list[str] | None = None) -> int:
         print(f"error: cannot listen on {args.host} port {args.port}: {error}", file=sys.stderr)
         return 1
     say_loading(config)
+    show_log()
     try:
         engine = LLMEngine(config)
     except (ValueError, OSError) as error:

@@ -36,6 +36,10 @@ from cupaged.config import EngineConfig, HFConfig, ModelConfig
         ("seed", True),
         ("seed", 1.0),
         ("generation_config", "vllm"),
+        ("load_format", "gguf"),
+        ("enforce_eager", 1),
+        ("enforce_eager", None),
+        ("async_scheduling", "yes"),
     ],
 )
 def test_bad_option_is_refused_by_name(name: str, value: Any) -> None:
@@ -67,7 +71,7 @@ def test_numpys_numbers_and_paths_are_kept_as_pythons_own(name: str, value: Any,
         ("enable_prefix_caching", False, True),
         ("swap_space", 0.0, 4),
         ("tensor_parallel_size", np.int64(1), True),
-        ("enforce_eager", True, np.array([1, 2])),
+        ("quantization", None, np.array([1, 2])),
         ("kv_cache_dtype", "auto", "fp8"),
     ],
 )

@@ -27,11 +27,26 @@ def test_every_field_has_a_flag_that_sets_it() -> None:
         "gpu_memory_utilization": "0.5",
         "generation_config": "none",
         "chat_template": "x",
+        "load_format": "dummy",
     }
     for field in fields(EngineConfig)[1:]:
-        config = parse("model", "--" + field.name.replace("_", "-"), words.get(field.name, "32"))
+        name = field.name.replace("_", "-")
+        if isinstance(field.default, bool):
+            config = parse("model", f"--no-{name}" if field.default else f"--{name}")
+        else:
+            config = parse("model", f"--{name}", words.get(field.name, "32"))
 
         assert getattr(config, field.name) != field.default, field.name
+
+
+def test_help_states_every_default_once() -> None:
+    parser = argparse.ArgumentParser()
+    add_engine_flags(parser)
+    text = " ".join(parser.format_help().split())
+
+    shown = [field for field in fields(EngineConfig)[1:] if field.default is not None]
+    assert text.count("(default: ") == len(shown)
+    assert "no CUDA graphs (default: False)" in text
 
 
 def test_bad_choice_is_an_argparse_error(capsys: pytest.CaptureFixture[str]) -> None:

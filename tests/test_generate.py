@@ -186,6 +186,20 @@ def test_flags_that_do_not_go_together(
     assert message in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("is_watched", [False, True])
+def test_the_memory_plan_is_shown_where_a_human_watches(tiny_llama_dir: Path, is_watched: bool) -> None:
+    program = f"""
+import sys
+from cupaged import generate
+sys.stderr.isatty = lambda: {is_watched}
+generate.main([{str(tiny_llama_dir)!r}, "hi", "--max-tokens", "1"])
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+
+    shown = [line.split(" ")[:2] for line in done.stderr.splitlines()]
+    assert shown == ([["Loading", f"{tiny_llama_dir};"], ["INFO:", "memory"]] if is_watched else [])
+
+
 def test_flags_may_stand_between_model_and_prompt() -> None:
     args = parse_args(["model", "--max-tokens", "3", "a prompt", "--chat"])
 

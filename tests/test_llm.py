@@ -308,7 +308,7 @@ def test_interpreter_mode_gives_the_same_tokens(llm: LLM, tiny_llama_dir: Path) 
 
 
 def test_max_model_len_that_the_cache_cannot_hold_is_refused_with_both_numbers(tiny_llama_dir: Path) -> None:
-    with pytest.raises(ValueError, match=r"holds \d+ tokens but max_model_len is 128"):
+    with pytest.raises(ValueError, match=r"max_model_len=128 tokens needs \d+ bytes .* are 1, which hold 0"):
         LLM(tiny_llama_dir, max_model_len=128, kv_cache_memory=1)
 
 

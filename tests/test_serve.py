@@ -74,6 +74,25 @@ def test_a_model_that_is_not_there_is_one_line(tmp_path: Path) -> None:
     assert done.stderr.count("\n") == 1
 
 
+def test_memory_that_does_not_suffice_is_one_line_that_names_the_way_out(tiny_llama_dir: Path) -> None:
+    done = run(str(tiny_llama_dir), "--port", "0", "--max-model-len", "500", "--kv-cache-memory", "99999")
+
+    assert done.returncode == 1
+    assert done.stderr.startswith("error: ")
+    assert "lower max_model_len to " in done.stderr
+    assert done.stderr.count("\n") == 1
+
+
+def test_warnings_of_loading_are_shown(tiny_llama_dir: Path) -> None:
+    setup = "from cupaged.server import runner\nrunner.serve = lambda *_, **__: None"
+
+    done = run(str(tiny_llama_dir), "--port", "0", "--kv-cache-memory", "99999", setup=setup)
+
+    warning, plan = done.stderr.splitlines()
+    assert warning.startswith("WARNING: max_model_len lowered from 512 to ")
+    assert plan.startswith("INFO: memory in MiB: weights ")
+
+
 def test_a_port_in_use_is_found_before_the_model_is_loaded(tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = str(taken.getsockname()[1])
@@ -130,7 +149,9 @@ def test_a_model_is_served_until_sigterm(tiny_llama_dir: Path) -> None:
         assert whole.usage.completion_tokens == 12
         assert "".join(pieces) == whole.choices[0].message.content
         assert process.wait(30) == 0
-        assert process.communicate() == ("", "")
+        out, err = process.communicate()
+        assert (out, err.count("\n")) == ("", 1)
+        assert err.startswith("INFO: memory in ")
     finally:
         process.kill()
         process.communicate()

@@ -72,6 +72,8 @@ def plan_memory(config: EngineConfig, model: ModelConfig, backend: Backend, meas
     if problem is None:
         return plan
     fitting = planner.longest_that_fits(plan)
+    if fitting is None:
+        raise ValueError(f"{problem.text}; {problem.remedy}")
     if config.max_model_len is not None:
         raise ValueError(
             f"{problem.text}; lower max_model_len to {fitting.max_model_len}, the largest that fits, or "
@@ -155,8 +157,8 @@ class _Planner:
             )
         return None
 
-    def longest_that_fits(self, too_long: MemoryPlan) -> MemoryPlan:
-        """Return the plan of the longest sequence of whole blocks that has no problem; ValueError if none.
+    def longest_that_fits(self, too_long: MemoryPlan) -> MemoryPlan | None:
+        """Return the plan of the longest sequence of whole blocks that has no problem; None if all have.
 
         What is needed beside the KV cache grows with the length. So what is left beside the needs of a length
         that is too long is long enough, and what is left beside those of a length that fits is not exceeded.
@@ -164,9 +166,8 @@ class _Planner:
         size = self._config.block_size
         low = 1 if too_long.total > self._available else max(1, too_long.num_blocks)
         best = self.plan(low * size)
-        problem = self.problem(best)
-        if problem is not None:
-            raise ValueError(f"{problem.text}; {problem.remedy}")
+        if self.problem(best) is not None:
+            return None
         high = self._num_blocks(too_long.max_model_len, beside=sum(best.use))
         high = min(high, (too_long.max_model_len - 1) // size)
         while low < high:  # in blocks: low fits, high + 1 does not
