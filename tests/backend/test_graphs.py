@@ -1,4 +1,4 @@
-"""DecodeGraphs on a device that only notes what it is told to do; test_cuda_graphs.py has a whole model."""
+"""DecodeGraphs on a device that only notes what it is told to do; tests/e2e/test_cuda_graphs.py has models."""
 
 from collections.abc import Callable
 from typing import Any, cast
