@@ -188,10 +188,11 @@ def test_bits_are_the_same_under_all_schedules(num_heads: int, num_kv_heads: int
     assert identical_under_all_schedules(run, step.out)
 
 
-@pytest.mark.parametrize("max_blocks", [1, 2, 3, 5, 23, 24, 1000])
-@pytest.mark.parametrize("spare_splits", [0, 7])
+@pytest.mark.parametrize(
+    ("max_blocks", "spare_splits"), [(1, 0), (2, 7), (5, 0), (21, 0), (22, 7), (1000, 7)]
+)
 def test_bits_are_the_same_in_any_grid(device: EmulatedDevice, max_blocks: int, spare_splits: int) -> None:
-    case = CudaCase((3000, 1, 700, 30, 513), 6, 2, 64, softcap=20.0)  # 12 splits, for 2 KV heads each
+    case = CudaCase((2100, 1, 700, 30, 513), 6, 2, 64, softcap=20.0)  # 11 splits, for 2 KV heads each
     step = case.step(*newest(case.lens), padding=2)
     expected = launch(device, step).tobytes()
     step.out[...] = np.nan
