@@ -8,10 +8,11 @@ from pathlib import Path
 
 _REPOSITORY = re.compile(r"[\w.-]+/[\w.-]+")
 # What the engine reads; not the same weights again in other formats.
-_FILES = ("*.safetensors", "*.safetensors.index.json", "*.json", "*.jinja")
+_FILES = ["*.json", "*.jinja"]
+_WEIGHTS = ["*.safetensors"]
 
 
-def resolve_model(model: str | Path) -> Path:
+def resolve_model(model: str | Path, *, with_weights: bool = True) -> Path:
     """Return the directory of `model`, downloading a repository that is not in the cache yet."""
     path = Path(model).expanduser()
     if path.is_dir():
@@ -27,7 +28,7 @@ def resolve_model(model: str | Path) -> Path:
             f"model {name!r} is no directory; to download it as a repository, pip install 'cupaged[hub]'"
         ) from error
     try:
-        return Path(snapshot_download(name, allow_patterns=list(_FILES)))
+        return Path(snapshot_download(name, allow_patterns=_FILES + _WEIGHTS * with_weights))
     except LocalEntryNotFoundError as error:
         raise ValueError(
             f"model {name!r} is no directory, is not in the cache of huggingface_hub, and its hub cannot be "

@@ -54,6 +54,25 @@ def test_repository_that_is_not_cached_is_a_clear_error_offline(tmp_path: Path) 
     assert "ValueError: model 'org/name' is no directory, is not in the cache" in said
 
 
+@pytest.mark.parametrize("with_weights", [True, False])
+def test_weights_are_downloaded_where_they_are_wanted(tmp_path: Path, with_weights: bool) -> None:
+    said = resolve_in_fresh_python(
+        "org/name",
+        before=f"""
+import functools, huggingface_hub
+from cupaged import hub
+
+def snapshot_download(name, allow_patterns):
+    return {str(tmp_path)!r} + "/" + " ".join(allow_patterns)
+
+huggingface_hub.snapshot_download = snapshot_download
+hub.resolve_model = functools.partial(hub.resolve_model, with_weights={with_weights})
+""",
+    )
+
+    assert Path(said).name == "*.json *.jinja" + " *.safetensors" * with_weights
+
+
 def test_repository_in_the_cache_of_hf_home_is_found_offline(tmp_path: Path) -> None:
     revision = "0123456789abcdef0123456789abcdef01234567"
     repository = tmp_path / "hub" / "models--org--name"

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
-from shutil import copytree
+from shutil import copy, copytree
 from typing import Any
 
 import numpy as np
@@ -310,6 +310,29 @@ def test_interpreter_mode_gives_the_same_tokens(llm: LLM, tiny_llama_dir: Path) 
 def test_max_model_len_that_the_cache_cannot_hold_is_refused_with_both_numbers(tiny_llama_dir: Path) -> None:
     with pytest.raises(ValueError, match=r"max_model_len=128 tokens needs \d+ bytes .* are 1, which hold 0"):
         LLM(tiny_llama_dir, max_model_len=128, kv_cache_memory=1)
+
+
+def dummy_dir(model: Path, directory: Path, *left_out: str) -> Path:
+    """Copy what a dummy model needs, but for the files left out."""
+    names = {"config.json", "tokenizer.json", "tokenizer_config.json"} - set(left_out)
+    for name in names:
+        copy(model / name, directory)
+    return directory
+
+
+def test_dummy_weights_need_config_and_tokenizer_only(tiny_llama_dir: Path, tmp_path: Path) -> None:
+    with LLM(dummy_dir(tiny_llama_dir, tmp_path), load_format="dummy", max_model_len=64) as llm:
+        output = llm.generate("hello", SamplingParams(max_tokens=5, ignore_eos=True), use_tqdm=False)
+
+    assert len(output[0].outputs[0].token_ids) == 5
+
+
+@pytest.mark.parametrize("missing", ["config.json", "tokenizer.json"])
+def test_dummy_model_without_config_or_tokenizer_is_refused_by_the_files_name(
+    tiny_llama_dir: Path, tmp_path: Path, missing: str
+) -> None:
+    with pytest.raises(ValueError, match=missing):
+        LLM(dummy_dir(tiny_llama_dir, tmp_path, missing), load_format="dummy")
 
 
 def test_max_model_len_beyond_the_models_positions_is_refused(tiny_llama_dir: Path) -> None:

@@ -34,8 +34,10 @@ class LLMEngine:
     ) -> None:
         """Load tokenizer and model; ValueError or OSError says what is wrong with them."""
         self.config = config
-        model_dir = resolve_model(config.model)
-        tokenizer_dir = resolve_model(config.tokenizer) if config.tokenizer else model_dir
+        model_dir = resolve_model(config.model, with_weights=config.load_format != "dummy")
+        tokenizer_dir = model_dir
+        if config.tokenizer:
+            tokenizer_dir = resolve_model(config.tokenizer, with_weights=False)
         self.tokenizer = Tokenizer.from_directory(tokenizer_dir, config.chat_template)
         generation = GenerationConfig({}, ())
         if config.generation_config == "auto":
