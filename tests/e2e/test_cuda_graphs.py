@@ -20,12 +20,12 @@ from cupaged.backend.gemm import bucket
 from cupaged.batch import Batch, StepOutput
 from cupaged.config import EngineConfig
 from cupaged.engine.llm_engine import LLMEngine
+from cupaged.kernels.paged_decode import SPLIT
 from cupaged.worker.worker import Worker
 from tests.cuda_on_cpu.gpu import EmulatedGpu
 from tests.e2e.emulated import MEMORY
 from tools.make_tiny_model import CLEAR_CASES, write_clear_model, write_tiny_tokenizer
 
-SPLIT = 512  # tokens, of paged_decode
 NUM_BLOCKS = 44  # for 704 tokens: too few for all
 
 
