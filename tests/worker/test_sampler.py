@@ -7,7 +7,7 @@ from numpy.typing import NDArray
 
 from cupaged.backend.base import Limits, MemoryUse
 from cupaged.backend.cpu import ADJUSTED_ROWS, CpuBackend
-from cupaged.batch import Batch, Bucket, Count, Flag, buffer_size, view
+from cupaged.batch import NUM_COUNTS, Batch, Bucket, Count, Flag, buffer_size, padding_batch, view
 from cupaged.worker.sampler import LOGITS_CHUNK, Sampler
 
 VOCAB_SIZE = 11
@@ -88,6 +88,26 @@ def test_a_sequence_that_does_not_sample_has_no_token() -> None:
 
     assert output.num_tokens.tolist() == [1, 0]
     assert output.token_ids[1, 0] == -1
+
+
+def test_padding_that_the_device_adds_is_cut_off() -> None:
+    num_seqs, padded = LOGITS_CHUNK + 3, LOGITS_CHUNK + 8
+    host = padding_batch(num_seqs, num_seqs, num_decodes=num_seqs, num_logits=num_seqs, table_width=1)
+    host.logit_index[:] = host.logit_seq[:] = host.rows[:] = np.arange(num_seqs)
+    host.logit_target[:], host.flags[:], host.num_logprobs[:] = -1, Flag.SAMPLES, 0
+    device = padding_batch(padded, padded, num_decodes=padded, num_logits=padded, table_width=1)
+    assert device.bucket == host.bucket
+    device.buffer[NUM_COUNTS:] = host.buffer[NUM_COUNTS:]
+    sampler, model = make_sampler(num_seqs)
+    hidden = random_logits(num_seqs)
+
+    output = sampler.sample(hidden, device, host).result()
+
+    assert model.rows_seen == [LOGITS_CHUNK, 8]
+    assert output.token_ids[:, 0].tolist() == hidden.argmax(1).tolist()
+    assert output.num_tokens.tolist() == [1] * num_seqs
+    assert output.logprobs is not None
+    assert output.logprobs.token_ids[:, 0].tolist() == hidden.argmax(1).tolist()
 
 
 def test_bans_are_of_their_sequence_in_whichever_part_of_the_rows_it_is() -> None:
