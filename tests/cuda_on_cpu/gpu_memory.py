@@ -22,7 +22,6 @@ class DeviceArray:
     """An array in device memory, as the lines above Device may use one."""
 
     __slots__ = ("memory",)
-    __array_ufunc__ = None
     __iter__ = None
     __hash__ = None  # type: ignore[assignment]
 
@@ -59,8 +58,7 @@ class DeviceArray:
     def __getitem__(self, index: Any) -> "DeviceArray":
         parts = index if isinstance(index, tuple) else (index,)
         for part in parts:
-            is_slice = isinstance(part, slice) and (part.step is None or part.step > 0)
-            if not is_slice and part is not Ellipsis and not isinstance(part, int | np.integer):
+            if not _cuts_view(part):
                 raise TypeError(f"{part!r} cuts no view out of a device array")
         return DeviceArray(self.memory[parts if Ellipsis in parts else (*parts, ...)])
 
@@ -82,6 +80,13 @@ class DeviceArray:
         raise TypeError("a device array has no values on the host; tests read it with gpu.read(array)")
 
     __array__ = __bool__ = __eq__ = __setitem__ = _refuse
+
+
+def _cuts_view(part: Any) -> bool:
+    """Return whether a part of an index takes what lies at one distance: else NumPy copies, or turns round."""
+    if isinstance(part, slice):
+        return part.step is None or part.step > 0
+    return part is Ellipsis or type(part) is int or isinstance(part, np.integer)
 
 
 class Piece:

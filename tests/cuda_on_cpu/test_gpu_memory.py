@@ -94,6 +94,8 @@ FORBIDDEN: dict[str, Callable[[Any], Any]] = {
     "set": lambda x: x.__setitem__(0, 1),
     "fancy": lambda x: x[[0, 1]],
     "mask": lambda x: x[np.ones(4, np.bool_)],
+    "one bool": lambda x: x[True],
+    "new axis": lambda x: x[None],
     "backwards": lambda x: x[::-1],
     "reshape that copies": lambda x: x[:, 1:].reshape(-1),
 }

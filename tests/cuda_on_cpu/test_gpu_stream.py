@@ -187,7 +187,7 @@ def test_kernel_that_fails_is_found_when_it_runs_and_the_device_is_lost(device: 
     append(device, good, good)
     failed = complaint(device.synchronize)
     lost = complaint(lambda: append(device, good, good))
-    assert lost == complaint(device.synchronize)
+    assert lost == complaint(device.synchronize) == complaint(device.capture, lambda: None)
 
     assert failed.startswith(f"{line('gpu', 'trap')}: __trap()")
     assert lost.startswith("the device was lost: gpu.cu:")
