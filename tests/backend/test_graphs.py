@@ -1,4 +1,4 @@
-"""DecodeGraphs on a device that only notes what it is told; tests/e2e/test_cuda_graphs.py has whole models."""
+"""DecodeGraphs on a device that only notes what it is told; tests/e2e/test_cuda_graphs.py runs models."""
 
 from collections.abc import Callable
 from typing import Any, cast
