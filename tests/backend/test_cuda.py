@@ -1,26 +1,26 @@
-"""CudaBackend on an emulated GPU: each operation as the CPU has it, memory to the byte, nothing allocated later."""
+"""CudaBackend on an emulated GPU: each operation as the CPU has it, steps, and what loading takes."""
 
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from importlib.util import find_spec
-from typing import Any
+from typing import Any, NamedTuple
 
-import ml_dtypes
 import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from cupaged.backend.base import Array, Backend, KVCacheView, Limits
+from cupaged.backend.base import Array, Backend, KVCacheView, MemoryUse
 from cupaged.backend.cpu import CpuBackend
-from cupaged.backend.cuda import DTYPES, CudaBackend, choose_dtype, create_cuda_backend
-from cupaged.batch import Batch, Count, Flag, bucket_for, buffer_size, padding_batch, view
+from cupaged.backend.cuda import MODULES_RESERVE, CudaBackend, choose_dtype, create_cuda_backend
+from cupaged.batch import Batch, Count, Flag
 from cupaged.config import EngineConfig, ModelConfig
-from tests.cuda_on_cpu.gpu import EmulatedGpu, EmulatorError
+from tests.backend.cuda_steps import LIMITS, VOCAB_SIZE, copy_batch, create_batch, random
+from tests.cuda_on_cpu.gpu import EmulatedGpu
 
 CONFIG = ModelConfig(
     model_type="test",
-    vocab_size=97,
+    vocab_size=VOCAB_SIZE,
     hidden_size=64,
     intermediate_size=80,
     num_layers=2,
@@ -29,65 +29,32 @@ CONFIG = ModelConfig(
     head_dim=64,
     max_position_embeddings=64,
 )
-LIMITS = Limits(num_tokens=80, num_seqs=5, seq_len=64, block_size=16, num_slots=512)
 NUM_BLOCKS = 16
-STEPS = {"bfloat16": 2**-8, "float16": 2**-11}  # relative, of rounding
+ROUNDING = {"bfloat16": 2**-8, "float16": 2**-11}  # relative
+
+MIXED = create_batch([33, 1, 40, 17, 20], [1, 1, 9, 17, 3])
+CHUNKS = [
+    create_batch([4, 10, 8, 9, 2], [4, 10, 8, 9, 2]),
+    create_batch([5, 33, 30, 17, 20], [1, 23, 22, 8, 18]),
+    create_batch([6, 34, 31, 18, 21], [1] * 5),
+]
 
 Build = Callable[[Backend], tuple[Any, ...]]
 Operate = Callable[..., Sequence[Array]]
+Step = Callable[[Batch], list[NDArray[Any]]]
 
 
-def random(*shape: int) -> NDArray[np.float32]:
-    """Return numbers that every dtype has."""
-    numbers = np.random.default_rng(len(shape)).standard_normal(shape, np.float32)
-    return (np.round(numbers * 64) / 64).clip(-3.875, 3.875)
+class Loaded(NamedTuple):
+    """A backend that has loaded something, and runs steps with it."""
+
+    use: MemoryUse  # as planned
+    step: Step
 
 
-def put(backend: Backend, values: NDArray[np.float32]) -> Array:
-    """Return activations on the backend."""
-    return backend.from_host(values.astype(backend.dtype))
+def load(backend: Backend, batches: Sequence[Batch], build: Build, operate: Operate) -> Loaded:
+    """Plan for steps of `batches`, load what `build` does, and return what runs `operate` in a step."""
 
-
-def create_batch(lens: Sequence[int], new: Sequence[int], *, banned: Sequence[int] = ()) -> Batch:
-    """Return a step that brings sequence i to lens[i] tokens by new[i]; the first may not sample `banned`.
-
-    All sample, greedily; sequence i has rows and blocks of its own.
-    """
-    total, num_seqs = sum(new), len(lens)
-    bucket = bucket_for(total, num_seqs, 4)
-    padded = padding_batch(
-        total, num_seqs, num_decodes=list(new).count(1), num_logits=num_seqs, table_width=4
-    )
-    buffer = np.zeros(buffer_size(bucket, len(banned)), np.int32)
-    buffer[: len(padded.buffer)] = padded.buffer
-    arrays = view(buffer, bucket)
-    arrays.counts[Count.NUM_BANNED] = len(banned)
-    arrays.tail[:] = banned
-    arrays.banned_start[1:] = len(banned)
-    arrays.query_start[1:] = total
-    arrays.query_start[1 : num_seqs + 1] = np.cumsum(new)
-    arrays.rows[:num_seqs] = np.arange(num_seqs)[::-1]
-    arrays.flags[:num_seqs] = Flag.SAMPLES
-    arrays.seq_lens[:num_seqs] = lens
-    arrays.block_tables[:num_seqs, :3] = np.arange(3 * num_seqs)[::-1].reshape(num_seqs, 3)
-    positions = np.concatenate([np.arange(end - n, end) for end, n in zip(lens, new, strict=True)])
-    seqs = np.repeat(np.arange(num_seqs), new)
-    arrays.positions[:total] = positions
-    arrays.input_ids[:total] = (positions * 7 + seqs) % CONFIG.vocab_size
-    arrays.slot_mapping[:total] = arrays.block_tables[seqs, positions // 16] * 16 + positions % 16
-    arrays.logit_index[:num_seqs] = arrays.query_start[1 : num_seqs + 1] - 1
-    arrays.logit_seq[:num_seqs] = np.arange(num_seqs)
-    arrays.logit_target[:num_seqs] = -1
-    return Batch(buffer, bucket, np.zeros(num_seqs, np.int64), arrays=arrays)
-
-
-MIXED = create_batch([33, 1, 40, 17, 20], [1, 1, 9, 17, 3])
-
-
-def prepare(backend: Backend, batches: Sequence[Batch], build: Build, operate: Operate) -> Any:
-    """Load `build` and return what starts a step of `operate` on a batch; its result, what fetches the arrays."""
-
-    def step(batch: Batch, built: tuple[Any, ...]) -> list[Callable[[], NDArray[Any]]]:
+    def begin(batch: Batch, built: tuple[Any, ...]) -> list[Callable[[], NDArray[Any]]]:
         backend.begin_forward()
         uploaded = backend.upload(batch)
         arrays = backend.run_forward(uploaded, lambda: operate(backend, uploaded, *built))
@@ -96,72 +63,69 @@ def prepare(backend: Backend, batches: Sequence[Batch], build: Build, operate: O
     def rehearse() -> None:
         built = build(backend)
         for batch in batches:
-            step(batch, built)
+            begin(batch, built)
 
-    backend.allocate(LIMITS, backend.measure(LIMITS, rehearse))
+    use = backend.measure(LIMITS, rehearse)
+    backend.allocate(LIMITS, use)
     built = build(backend)
-    backend.warm_up(lambda batch: None)
-    return lambda batch: step(batch, built)
 
+    def step(batch: Batch) -> list[NDArray[Any]]:
+        return [fetch() for fetch in begin(batch, built)]
 
-def run(backend: Backend, batches: Sequence[Batch], build: Build, operate: Operate) -> list[NDArray[Any]]:
-    """Return what operate's arrays hold after a step of each batch, rows of padding cut off."""
-    copies = [Batch(batch.buffer.copy(), batch.bucket, batch.serials) for batch in batches]
-    start = prepare(backend, copies, build, operate)
-    found = []
-    for batch in copies:
-        found += [fetch() for fetch in start(batch)]
-    return found
+    backend.warm_up(step)
+    return Loaded(use, step)
 
 
 def compare(
-    dtype: str, build: Build, operate: Operate, *, batches: Sequence[Batch] = (MIXED,), ulps: int = 2
+    dtype: str, build: Build, operate: Operate, *, batches: Sequence[Batch] = (MIXED,), roundings: int = 2
 ) -> None:
-    """Assert that both backends give the same but for roundings: `ulps` of the result's largest magnitude."""
-    expected = run(CpuBackend(dtype, num_threads=2), batches, build, operate)
-    found = run(CudaBackend(EmulatedGpu(), dtype), batches, build, operate)
+    """Assert that both backends give the same but for roundings of the largest number of an array."""
+    results = []
+    for backend in (CpuBackend(dtype, num_threads=2), CudaBackend(EmulatedGpu(), dtype, enforce_eager=True)):
+        copies = [copy_batch(batch) for batch in batches]
+        step = load(backend, copies, build, operate).step
+        results.append([array for batch in copies for array in step(batch)])
 
-    for theirs, ours in zip(expected, found, strict=True):
-        ours = ours[: len(theirs)]
-        if theirs.dtype == np.int32:
-            assert np.array_equal(ours, theirs)
-        else:
-            atol = float(abs(theirs).max()) * STEPS[dtype] * ulps
-            np.testing.assert_allclose(ours.astype(np.float32), theirs, rtol=0, atol=atol)
+    for theirs, padded in zip(*results, strict=True):
+        ours = padded[: len(theirs)].astype(theirs.dtype)
+        atol = 0 if theirs.dtype == np.int32 else abs(theirs).max() * ROUNDING[dtype] * roundings
+        np.testing.assert_allclose(ours, theirs, rtol=0, atol=atol)
 
 
-@pytest.mark.parametrize("dtype", STEPS)
+def matrix(backend: Backend, *shape: int) -> Any:
+    return backend.prepare_linear([{"weight": random(*shape)}])
+
+
+@pytest.mark.parametrize("dtype", ROUNDING)
 class TestOperations:
     def test_embedding(self, dtype: str) -> None:
         compare(
             dtype,
-            lambda backend: (backend.prepare_linear([{"weight": random(97, 64)}]),),
+            lambda backend: (matrix(backend, VOCAB_SIZE, 64),),
             lambda backend, batch, weight: [backend.embedding(batch.input_ids, weight)],
-            ulps=0,
+            roundings=0,
         )
 
-    def test_rms_norm(self, dtype: str) -> None:
-        compare(
-            dtype,
-            lambda backend: (put(backend, random(5, 64)), backend.prepare_vector(random(64))),
-            lambda backend, batch, x, weight: [backend.rms_norm(x, weight, 1e-5)],
-        )
-
-    def test_add_and_rms_norm(self, dtype: str) -> None:
+    def test_norm_of_rows_of_a_matrix(self, dtype: str) -> None:
         def operate(backend: Backend, batch: Batch, rows: Any, weight: Array) -> list[Array]:
             x, residual = (backend.embedding(ids, rows) for ids in (batch.input_ids, batch.positions))
-            return [backend.rms_norm(x, weight, 1e-5, residual), residual]
+            return [
+                backend.rms_norm(x, weight, 1e-5),
+                backend.rms_norm(x, weight, 1e-5, residual),
+                residual,
+            ]
 
-        def build(backend: Backend) -> tuple[Any, ...]:
-            return backend.prepare_linear([{"weight": random(97, 64)}]), backend.prepare_vector(random(64))
-
-        compare(dtype, build, operate)
+        compare(
+            dtype,
+            lambda backend: (matrix(backend, VOCAB_SIZE, 64), backend.prepare_vector(random(64))),
+            operate,
+        )
 
     @pytest.mark.parametrize("bias", [None, [random(64) * 9, random(32)]])
     def test_linear_of_stacked_parts(self, dtype: str, bias: list[NDArray[np.float32]] | None) -> None:
         def build(backend: Backend) -> tuple[Any, ...]:
             parts = [{"weight": random(64, 64)}, {"weight": -random(32, 64)}]
-            return backend.prepare_linear([{"weight": random(97, 64)}]), backend.prepare_linear(parts, bias)
+            return matrix(backend, VOCAB_SIZE, 64), backend.prepare_linear(parts, bias)
 
         compare(
             dtype,
@@ -174,20 +138,20 @@ class TestOperations:
     def test_logits_are_float32(self, dtype: str) -> None:
         compare(
             dtype,
-            lambda backend: (backend.prepare_linear([{"weight": random(97, 64)}]),),
+            lambda backend: (matrix(backend, VOCAB_SIZE, 64),),
             lambda backend, batch, tied: [backend.logits(backend.embedding(batch.input_ids, tied), tied)],
-            ulps=0,
+            roundings=0,
         )
 
     def test_silu_mul(self, dtype: str) -> None:
         compare(
             dtype,
-            lambda backend: (put(backend, random(5, 160)),),
-            lambda backend, batch, gate_up: [backend.silu_mul(gate_up)],
+            lambda backend: (matrix(backend, VOCAB_SIZE, 160),),
+            lambda backend, batch, rows: [backend.silu_mul(backend.embedding(batch.input_ids, rows))],
         )
 
     def test_last_tokens(self, dtype: str) -> None:
-        batch = create_batch([33, 1, 40, 17, 20], [1, 1, 9, 17, 3])
+        batch = copy_batch(MIXED)
         batch.flags[[1, 3]] |= Flag.INPUT_FROM_LAST_TOKEN
         batch.flags[2] = 0
 
@@ -203,65 +167,219 @@ class TestOperations:
 
     @pytest.mark.parametrize("banned", [[], [96, 3]])
     def test_sample_and_logprobs(self, dtype: str, banned: list[int]) -> None:
-        logits = random(5, 97)
+        logits = random(5, VOCAB_SIZE)
         logits[0, [96, 3, 50]] = 10, 9, 8
-
-        def operate(backend: Backend, batch: Batch, logits: Array, ids: Array) -> list[Array]:
-            backend.sample(logits[:3], batch, 0, ids)
-            backend.sample(logits[3:], batch, 3, ids)
-            arrays = backend.logprobs(logits, batch, 0, ids, 3)
-            return [ids, arrays.token_ids, arrays.ranks]
-
         batch = create_batch([33, 1, 40, 17, 20], [1, 1, 9, 17, 3], banned=banned)
         batch.temperature[[1, 3]] = 0.8
         batch.top_p[:] = 1.0
 
+        def operate(backend: Backend, batch: Batch, logits: Array, ids: Array) -> list[Array]:
+            for first, last in ((0, 3), (3, 5)):
+                backend.sample(logits[first:last], batch, first, ids)
+            arrays = backend.logprobs(logits, batch, 0, ids, 3)
+            return [ids, *arrays]
+
         def build(backend: Backend) -> tuple[Any, ...]:
             return backend.from_host(logits.copy()), backend.from_host(np.zeros(5, np.int32))
 
-        compare(dtype, build, operate, batches=[batch])
+        compare(dtype, build, operate, batches=[batch], roundings=0)
 
 
-class Attention:
-    """Writes keys and values to one layer and attends to it."""
+class Attention(NamedTuple):
+    """Writes keys and values to one layer of a cache and attends to it."""
 
-    def __init__(self, sliding_window: int = 0, *, softcap: float = 0.0, with_sinks: bool = False) -> None:
-        self._mask = (0.125, sliding_window, softcap)
-        self._with_sinks = with_sinks
+    sliding_window: int = 0
+    softcap: float = 0.0
+    with_sinks: bool = False
 
     def build(self, backend: Backend) -> tuple[Any, ...]:
-        table = backend.prepare_linear([{"weight": random(97, 4 * 64)}])
+        rows = matrix(backend, VOCAB_SIZE, 4 * 64)
         norms = (backend.prepare_vector(random(64)), backend.prepare_vector(abs(random(64))))
-        sinks = backend.from_host(random(2)) if self._with_sinks else None
+        sinks = backend.from_host(random(2)) if self.with_sinks else None
         pool = backend.create_pool(NUM_BLOCKS, 16, CONFIG)
-        return table, backend.from_host(random(64, 64)), norms, sinks, KVCacheView(pool, 1)
+        return rows, backend.from_host(random(64, 64)), norms, sinks, KVCacheView(pool, 1)
 
     def operate(
-        self, backend: Backend, batch: Batch, table: Any, cos_sin: Array, norms: Any, sinks: Any, kv: Any
+        self, backend: Backend, batch: Batch, rows: Any, cos_sin: Array, norms: Any, sinks: Any, kv: Any
     ) -> list[Array]:
-        backend.begin_layer()
-        qkv = backend.embedding(batch.input_ids, table)
+        if len(batch.copy):
+            backend.copy_blocks(kv.pool, kv.pool, batch.copy)
+        qkv = backend.embedding(batch.input_ids, rows)
         q, k, v = (
             qkv[:, first:last].reshape(-1, (last - first) // 64, 64)
             for first, last in ((0, 128), (128, 192), (192, 256))
         )
-        backend.rope_kv_write(q, k, v, kv, batch, cos_sin, *norms, 1e-5)
-        out = backend.paged_attention(q, kv, batch, *self._mask, sinks)
+        backend.begin_layer()
+        backend.rope_kv_write(q, k, v, kv, batch, cos_sin, norms[0], norms[1], eps=1e-5)
+        out = backend.paged_attention(q, kv, batch, 0.125, self.sliding_window, self.softcap, sinks)
         return [backend.gather_rows(out, batch.logit_index)]
 
 
-CHUNKS = [
-    create_batch([4, 10, 8, 9, 2], [4, 10, 8, 9, 2]),
-    create_batch([5, 33, 30, 17, 20], [1, 23, 22, 8, 18]),
-    create_batch([6, 34, 31, 18, 21], [1] * 5),
-]
-
-
-@pytest.mark.parametrize("dtype", STEPS)
+@pytest.mark.parametrize("dtype", ROUNDING)
 @pytest.mark.parametrize(
     "attention",
-    [Attention(), Attention(19), Attention(softcap=2.0, with_sinks=True)],
-    ids=["plain", "window", "softcap, sinks"],
+    [Attention(), Attention(sliding_window=19), Attention(softcap=2.0, with_sinks=True)],
+    ids=["plain", "window", "softcap and sinks"],
 )
 def test_attention_of_chunks_then_decodes(dtype: str, attention: Attention) -> None:
-    compare(dtype, attention.build, attention.operate, batches=CHUNKS, ulps=4)
+    compare(dtype, attention.build, attention.operate, batches=CHUNKS, roundings=4)
+
+
+class TestSteps:
+    """Steps of attention, eager and by graphs."""
+
+    def load(self, gpu: EmulatedGpu, *, enforce_eager: bool = False) -> Step:
+        """Return what runs a step in which nothing new may be made, and returns a row for each sequence."""
+        attention = Attention(with_sinks=True)
+        backend = CudaBackend(gpu, "bfloat16", enforce_eager=enforce_eager)
+        step = load(backend, CHUNKS, attention.build, attention.operate).step
+        gpu.freeze()
+        return lambda batch: [array[: batch.num_seqs] for array in step(batch)]
+
+    def test_graphs_change_no_bit(self) -> None:
+        graphs, eager = self.load(EmulatedGpu()), self.load(EmulatedGpu(), enforce_eager=True)
+
+        for batch in CHUNKS:
+            assert np.array_equal(graphs(batch), eager(batch))
+
+    def test_decodes_launch_nothing_where_a_graph_is(self) -> None:
+        gpu = EmulatedGpu()
+        step = self.load(gpu)
+        gpu.launches.clear()
+
+        step(CHUNKS[2])
+
+        assert gpu.launches == []
+
+    def test_rows_to_copy_and_mixed_steps_run_eagerly(self) -> None:
+        gpu = EmulatedGpu()
+        step = self.load(gpu)
+        copied = copy_batch(CHUNKS[2])
+        copied.arrays.counts[Count.NUM_ROW_COPY] = 1
+
+        for batch in (CHUNKS[1], copy_batch(copied)):
+            gpu.launches.clear()
+            step(batch)
+            assert "paged_decode" in gpu.launches
+
+    def test_copied_blocks_hold_what_the_first_ones_do(self) -> None:
+        one, other = (self.load(EmulatedGpu(), enforce_eager=True) for _ in range(2))
+        copied = copy_batch(CHUNKS[2])
+        arrays = copied.arrays
+        arrays.counts[Count.NUM_COPY] = 2
+        arrays.copy[:2] = [[arrays.block_tables[1, 0], 15], [arrays.block_tables[3, 1], 0]]
+        arrays.block_tables[1, 0], arrays.block_tables[3, 1] = 15, 0
+        arrays.slot_mapping[3] = 0 * 16 + 1  # the new token's, in a block that was copied
+
+        for step in (one, other):
+            step(CHUNKS[0])
+            step(CHUNKS[1])
+
+        assert np.array_equal(one(CHUNKS[2]), other(copy_batch(copied)))
+
+    def test_step_that_failed_half_way_leaves_nothing_behind(self) -> None:
+        def operate(backend: Backend, batch: Batch, *built: Any) -> Sequence[Array]:
+            arrays = Attention().operate(backend, batch, *built)
+            if fails:
+                raise KeyboardInterrupt
+            return arrays
+
+        fails = False
+        backend = CudaBackend(EmulatedGpu(), "bfloat16", enforce_eager=True)
+        step = load(backend, CHUNKS, Attention().build, operate).step
+        expected = step(CHUNKS[0])[0][:5]
+
+        fails = True
+        for _ in range(5):
+            with pytest.raises(KeyboardInterrupt):
+                step(CHUNKS[1])
+        fails = False
+        backend.synchronize()
+
+        assert np.array_equal(step(CHUNKS[0])[0][:5], expected)
+
+
+class TestLoad:
+    def load(self, backend: Backend) -> Loaded:
+        attention = Attention()
+        return load(backend, CHUNKS, attention.build, attention.operate)
+
+    def test_allocations_are_the_plans_to_the_byte(self) -> None:
+        gpu = EmulatedGpu()
+        backend = CudaBackend(gpu, "bfloat16")
+        free = backend.available_memory()
+
+        loaded = self.load(backend)
+
+        pool = NUM_BLOCKS * CONFIG.num_layers * 2 * 16 * 64 * 2
+        assert gpu.allocations == [*loaded.use[:3], pool] == backend.allocations
+        assert free - backend.available_memory() == sum(gpu.allocations)
+        assert backend.driver_bytes() == 0
+
+    def test_memory_goes_back(self) -> None:
+        gpu = EmulatedGpu()
+        backend = CudaBackend(gpu, "bfloat16")
+        self.load(backend)
+        backend.synchronize()
+
+        del backend
+
+        assert gpu.memory_info() == (1 << 30, 1 << 30)
+
+    def test_driver_that_takes_more_than_its_reserve_is_told_of(
+        self, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        caplog.set_level(logging.WARNING)
+        modest, greedy = (CudaBackend(EmulatedGpu(driver_bytes=n << 20), "bfloat16") for n in (1, 64))
+
+        for backend in (modest, greedy):
+            assert caplog.messages == []
+            loaded = self.load(backend)
+
+        assert 1 << 20 < modest.driver_bytes() < modest.reserve
+        assert greedy.driver_bytes() > greedy.reserve == loaded.use.reserve > MODULES_RESERVE
+        assert f"but {greedy.reserve} were planned" in caplog.text
+
+    def test_shapes_without_kernels_are_refused_before_anything_is_allocated(self) -> None:
+        gpu = EmulatedGpu()
+
+        def build(backend: Backend) -> tuple[Any, ...]:
+            pool = backend.create_pool(NUM_BLOCKS, 16, replace(CONFIG, head_dim=32))
+            return matrix(backend, VOCAB_SIZE, 64), KVCacheView(pool, 0)
+
+        def operate(backend: Backend, batch: Batch, rows: Any, kv: KVCacheView) -> list[Array]:
+            q = backend.embedding(batch.input_ids, rows).reshape(-1, 2, 32)
+            return [backend.paged_attention(q, kv, batch, 0.125)]
+
+        with pytest.raises(ValueError, match="head_dim 32 has no attention kernels"):
+            load(CudaBackend(gpu, "float16"), CHUNKS, build, operate)
+        assert gpu.allocations == gpu.pinned == []
+
+    def test_quantised_weights_are_refused(self) -> None:
+        with pytest.raises(ValueError, match="scheme 'gptq' is not supported"):
+            CudaBackend(EmulatedGpu(), "float16").prepare_linear([{"weight": random(8, 8)}], scheme="gptq")
+
+
+class TestCreate:
+    @pytest.mark.parametrize(
+        ("wanted", "checkpoint", "chosen"),
+        [
+            ("auto", "bfloat16", "bfloat16"),
+            ("auto", "float16", "float16"),
+            ("auto", "float32", "bfloat16"),
+            ("float16", "bfloat16", "float16"),
+            ("bfloat16", "float32", "bfloat16"),
+        ],
+    )
+    def test_dtype_is_one_that_kernels_have(self, wanted: str, checkpoint: str, chosen: str) -> None:
+        assert choose_dtype(wanted, checkpoint) == chosen
+
+    def test_float32_is_refused_with_the_ways_out(self) -> None:
+        with pytest.raises(ValueError, match=r"'float32' is not supported on a GPU.*bfloat16.*device='cpu'"):
+            choose_dtype("float32", "float32")
+
+    @pytest.mark.skipif(find_spec("cupy") is not None, reason="CuPy is installed")
+    def test_without_cupy_auto_is_the_cpu_and_cuda_an_error(self) -> None:
+        assert create_cuda_backend(EngineConfig(model="x"), "bfloat16") is None
+        with pytest.raises(ValueError, match=r"device='cuda' cannot be used: CuPy is not installed; install"):
+            create_cuda_backend(EngineConfig(model="x", device="cuda"), "bfloat16")
