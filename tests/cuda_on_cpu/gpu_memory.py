@@ -83,7 +83,7 @@ class DeviceArray:
 
 
 def _cuts_view(part: Any) -> bool:
-    """Return whether a part of an index takes what lies at one distance: else NumPy copies, or turns round."""
+    """Return whether a part of an index gives a view that runs forward; NumPy would else copy."""
     if isinstance(part, slice):
         return part.step is None or part.step > 0
     return part is Ellipsis or type(part) is int or isinstance(part, np.integer)
