@@ -363,7 +363,7 @@ EXPORT int prepare_matmul(void* handle, void* operation, const float* alpha, con
   Problem p;
   if (const Status status = read_problem(operation, {a_layout, b_layout, c_layout, d_layout}, p)) return status;
   if (const Status status = check_algorithm(p, algorithm)) return status;
-  if (!alpha || !beta || *beta != 0) return refuse(NOT_SUPPORTED, "beta is not 0");
+  if (!alpha || !beta || *beta != 0) return refuse(NOT_SUPPORTED, "alpha is missing, or beta not 0");
   const void* const matrices[] = {a, b, c, d};
   for (int i = 0; i < 4; i++)
     if (!matrices[i] || reinterpret_cast<uintptr_t>(matrices[i]) % algorithm->alignment[i])
