@@ -98,7 +98,7 @@ def test_padding_that_the_device_adds_is_cut_off() -> None:
     device = padding_batch(padded, padded, num_decodes=padded, num_logits=padded, table_width=1)
     assert device.bucket == host.bucket
     device.buffer[NUM_COUNTS:] = host.buffer[NUM_COUNTS:]
-    sampler, model = make_sampler(num_seqs)
+    sampler, model = make_sampler(padded)
     hidden = random_logits(num_seqs)
 
     output = sampler.sample(hidden, device, host).result()
