@@ -5,11 +5,11 @@ from pathlib import Path
 import hypothesis
 import pytest
 
-from tests.cuda_on_cpu.skips import pytest_runtest_call
+from tests.cuda_on_cpu.skips import pytest_runtest_call, pytest_runtest_setup
 from tests.skips import pytest_sessionfinish, pytest_terminal_summary
 from tools.make_tiny_model import write_tiny_chat_model
 
-__all__ = ["pytest_runtest_call", "pytest_sessionfinish", "pytest_terminal_summary"]
+__all__ = ["pytest_runtest_call", "pytest_runtest_setup", "pytest_sessionfinish", "pytest_terminal_summary"]
 
 hypothesis.settings.register_profile("cupaged", derandomize=True, deadline=None, database=None)
 hypothesis.settings.load_profile("cupaged")

@@ -5,8 +5,13 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 TEST = """
+import pytest
+from tests.cuda_on_cpu import cublaslt
 from tests.cuda_on_cpu.device import EmulatedDevice
+@pytest.fixture
+def library(): return cublaslt.load()
 def test_it(): EmulatedDevice().kernel("rms_norm", "rms_norm")
+def test_its_fixture(library): pass
 """
 
 
@@ -32,5 +37,5 @@ def test_without_a_compiler_tests_are_skipped(tmp_path: Path) -> None:
     )
 
     assert result.returncode == 0, result.stdout
-    assert "SKIPPED" in result.stdout
+    assert "2 skipped" in result.stdout
     assert "need g++; install it" in result.stdout
