@@ -4,7 +4,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from cupaged.backend.base import Backend
 from cupaged.backend.cuda import CudaBackend
 from cupaged.config import EngineConfig
 from cupaged.engine.llm_engine import LLMEngine
@@ -14,15 +13,23 @@ from tests.cuda_on_cpu.gpu import EmulatedGpu
 MEMORY = 1 << 30  # bytes, enough for what is kept back for the driver; the host has what is allocated
 
 
-def create_emulated(config: EngineConfig, dtype: str, *, gpu: EmulatedGpu | None = None) -> Backend:
+def create_emulated(
+    config: EngineConfig,
+    dtype: str,
+    *,
+    gpu: EmulatedGpu | None = None,
+    backend_class: type[CudaBackend] = CudaBackend,
+) -> CudaBackend:
     """Return the backend on an emulated GPU; it stands for base.create_backend."""
-    return CudaBackend(gpu or EmulatedGpu(memory=MEMORY), dtype, enforce_eager=config.enforce_eager)
+    return backend_class(gpu or EmulatedGpu(memory=MEMORY), dtype, enforce_eager=config.enforce_eager)
 
 
-def create_engine(model_dir: Path, *, gpu: EmulatedGpu | None = None, **options: Any) -> LLMEngine:
+def create_engine(
+    model_dir: Path, *, backend_class: type[CudaBackend] = CudaBackend, **options: Any
+) -> LLMEngine:
     """Return an engine whose emulated GPU refuses to make anything new on a step's path."""
-    gpu = gpu or EmulatedGpu(memory=MEMORY)
-    create_backend = partial(create_emulated, gpu=gpu)
+    gpu = EmulatedGpu(memory=MEMORY)
+    create_backend = partial(create_emulated, gpu=gpu, backend_class=backend_class)
     config = EngineConfig.create(model_dir, **options)
     engine = LLMEngine(config, create_executor=partial(UniprocExecutor, create_backend=create_backend))
     gpu.freeze()

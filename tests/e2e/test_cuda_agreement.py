@@ -1,0 +1,51 @@
+"""The whole engine on an emulated GPU agrees with the CPU backend, by the rule of tools/agreement.py."""
+
+from functools import partial
+from pathlib import Path
+from typing import cast
+
+import pytest
+
+from cupaged.backend.base import Backend
+from cupaged.backend.cuda import CudaBackend
+from tests.cuda_on_cpu.gpu import EmulatedGpu
+from tests.e2e.emulated import MEMORY, create_emulated
+from tests.e2e.faults import FAULTS, Fault, FaultyBackend
+from tools.agreement import Trace, compare, follow, reference, tolerance
+from tools.make_tiny_model import CLEAR_CASES, write_clear_model
+
+
+@pytest.mark.parametrize("case", CLEAR_CASES)
+def test_agrees_through_chunks_mixed_batches_and_preemption(tmp_path: Path, case: str) -> None:
+    write_clear_model(tmp_path, CLEAR_CASES[case])
+    lead = reference(tmp_path)
+    create_backend = partial(create_emulated, gpu=EmulatedGpu("check", memory=MEMORY))
+
+    trace = follow(tmp_path, lead, create_backend)
+
+    agreement = compare(lead, trace, tolerance(tmp_path))
+    print(f"{case}: {agreement}")
+    assert agreement.problems == []
+    assert trace.num_chunks > 10
+    assert trace.num_mixed_steps > 5
+    assert trace.num_preemptions > 0
+
+
+@pytest.fixture(scope="module")
+def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_clear_model(tmp_path_factory.mktemp("model"), CLEAR_CASES["clear_llama"])
+
+
+@pytest.fixture(scope="module")
+def lead(model_dir: Path) -> Trace:
+    return reference(model_dir)
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_planted_fault_breaks_the_rule(model_dir: Path, lead: Trace, fault: Fault) -> None:
+    faulty = FaultyBackend(CudaBackend(EmulatedGpu(memory=MEMORY), "bfloat16"), fault)
+
+    trace = follow(model_dir, lead, lambda config, dtype: cast(Backend, faulty))  # noqa: ARG005
+
+    assert faulty.num_faults > 0
+    assert any("logits differ" in problem for problem in compare(lead, trace, tolerance(model_dir)).problems)
