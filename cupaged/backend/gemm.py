@@ -1,6 +1,7 @@
 """Gemm: y = x @ weight.T + bias on a Device, by the algorithm of cublasLt's that was fastest at load.
 
 A step's rows are rounded up to a bucket, so that each number of rows that is ever multiplied has been tried.
+What was chosen is kept: another algorithm may sum in another order, and so a start would give other bits.
 A call allocates nothing and waits for nothing: it may be captured.
 """
 
@@ -24,9 +25,7 @@ logger = logging.getLogger("cupaged")
 
 WORKSPACE_BYTES = 32 * 2**20  # as much as cuBLAS itself takes on Hopper
 NUM_HEURISTICS = 8
-COLD_BYTES = (
-    256 * 2**20
-)  # of weights that a timing reads in turn: twice the largest L2, so none is found there
+COLD_BYTES = 256 * 2**20  # of weights that a timing reads in turn: twice the largest L2
 
 
 def bucket(n: int) -> int:
@@ -78,7 +77,6 @@ class Weight(NamedTuple):
 class Trial(NamedTuple):
     """A product and a number of rows, with memory to try algorithms on."""
 
-    rows: int
     layouts: Layouts
     weights: list[Weight]  # of one shape; more than the L2 holds, if there are so many
     x: Array  # T[rows, in_features]
@@ -119,7 +117,10 @@ class Gemm:
     def prepare(self, matrix: Array, bias: Array | None = None) -> Weight:
         """Return a weight that can be multiplied once the products noted have been tuned."""
         require_packed("matrix", matrix)
-        operation = self._unbiased if bias is None else self._cublaslt.operation(self._address(bias))
+        operation = self._unbiased
+        if bias is not None:
+            require_packed("bias", bias)
+            operation = self._cublaslt.operation(self._address(bias))
         weights = self._weights.setdefault((*matrix.shape, bias is not None), [])
         calls = weights[0].calls if weights else {}
         weight = Weight(matrix, bias, self._address(matrix), operation, calls)
@@ -198,7 +199,7 @@ class Gemm:
         behind = ceil_div(x.nbytes, ARRAY_ALIGNMENT) * ARRAY_ALIGNMENT
         out = self._device.view(memory, behind, (rows, product.out_features), out_dtype)
         cold = weights[: ceil_div(COLD_BYTES, matrix.nbytes)]
-        return Trial(rows, self._cublaslt.layouts(product, rows), cold, x, out)
+        return Trial(self._cublaslt.layouts(product, rows), cold, x, out)
 
     def _is_possible(self, trial: Trial, algorithm: bytes) -> bool:
         """Return whether an algorithm that was kept works here; if so, it has run."""
@@ -216,7 +217,7 @@ class Gemm:
         algorithms = [algorithm for algorithm in found if self._runs(trial, algorithm)]
         if not algorithms:
             raise ValueError(
-                f"cublasLt {self._cublaslt.version} has no algorithm for {trial.rows} rows and {product}; "
+                f"cublasLt {self._cublaslt.version} has no algorithm for {trial.x.shape[0]} rows and {product}; "
                 "use device='cpu' for this model"
             )
         best, gain = fastest(
