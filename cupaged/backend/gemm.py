@@ -217,8 +217,8 @@ class Gemm:
         algorithms = [algorithm for algorithm in found if self._runs(trial, algorithm)]
         if not algorithms:
             raise ValueError(
-                f"cublasLt {self._cublaslt.version} has no algorithm for {trial.x.shape[0]} rows and {product}; "
-                "use device='cpu' for this model"
+                f"cublasLt {self._cublaslt.version} has no algorithm for {trial.x.shape[0]} rows and "
+                f"{product}; use device='cpu' for this model"
             )
         best, gain = fastest(
             self._device,
