@@ -1,39 +1,39 @@
-"""Check the kernels on a GPU: their goldens, then their times beside predictions and limits of the same run.
+"""Check the engine on a GPU: what it computes, then how fast, beside limits, predictions and peers.
 
-    sh tools/gpu_check --kernels [--json PATH]      on a machine with an NVIDIA GPU, in 4 minutes at most
-    sh tools/gpu_check --kernels --dry-run          through the emulator, small shapes, without a GPU
+    sh tools/gpu_check [--json PATH]                on a machine with an NVIDIA GPU, in 6 minutes at most
+    sh tools/gpu_check --kernels [--json PATH]      the kernels alone, in 4
+    sh tools/gpu_check [--kernels] --dry-run        through the emulator, small shapes, without a GPU
 
-Times are medians over graphs of many calls with random inputs that no call finds in L2. The exit status is 0
-if every golden is met and every task ran. Bandwidth counts each byte once, that of attention only what any
-kernel must move; copy bandwidth is read + write; causal FLOPs are counted once. PATH is written anew after
-each task, so a run that is cut short leaves what it found.
+Kernels: their goldens; their times, as medians over graphs of many calls with random inputs that no call
+finds in L2. Bandwidth counts each byte once, that of attention only what any kernel must move; copy bandwidth
+is read + write; causal FLOPs are counted once.
+Engine: agreement with the CPU backend, CUDA graphs on = off, memory as planned; then steps of an 8B llama
+with random weights, by events on the GPU, beside their rooflines: the least bytes over the copy bandwidth or
+the FLOPs over the matmul rate of the same run.
+The exit status is 0 if all is right and every task ran, however fast. PATH is written anew after each task,
+so a run that is cut short leaves what it found.
 """
 
 import argparse
 import json
+import os
 import queue
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
 from tools.gpu_report import progress, summary, tables
-from tools.gpu_worker import kind_of, tasks
+from tools.gpu_tasks import Part, limit_seconds, parts
 
+ROOT = Path(__file__).parents[1]
 START_SECONDS = 60.0  # of a process: Python's imports off a disk that nobody has read yet
-# After so many a task is given up, by its kind. CUDA begins, all is compiled, torch is imported:
-TASK_SECONDS = {"versions": 60.0, "compile": 60.0, "sdpa": 60.0}
-OTHER_SECONDS = 20.0  # most take less than one
-TOTAL_SECONDS = 225.0  # after which nothing runs
+TOTAL_SECONDS = {True: 225.0, False: 350.0}  # after which nothing runs, by whether it is kernels alone
 Results = dict[str, dict[str, Any]]  # by task: "result" or "error", and "took"
-
-
-def seconds_of(task: str) -> float:
-    """Return after how long a task is given up."""
-    return TASK_SECONDS.get(kind_of(task), OTHER_SECONDS)
 
 
 def supervise(
@@ -41,20 +41,24 @@ def supervise(
     names: Sequence[str],
     *,
     total_seconds: float,
-    limit: Callable[[str], float] = seconds_of,
+    first_decides: bool = True,
+    env: Mapping[str, str] | None = None,
+    limit: Callable[[str], float] = limit_seconds,
     note: Callable[[Results], None] = lambda results: None,  # noqa: ARG005
 ) -> Results:
     """Have `command` run the tasks; start it again for those left if it dies or one takes too long.
 
-    Where the first one fails there is nothing to run on, and the others do not begin. `note` is called after
-    each task.
+    If the first one decides and fails, there is nothing to run on, and the others do not begin. `note` is
+    called after each task.
     """
     results: Results = {}
     deadline = time.monotonic() + total_seconds
     pending = list(names)
-    while pending and time.monotonic() < deadline and "error" not in results.get(names[0], {}):
+    while pending and time.monotonic() < deadline:
+        if first_decides and "error" in results.get(names[0], {}):
+            break
         current, seconds = pending[0], START_SECONDS  # what ends with the process, and after how long
-        with subprocess.Popen([*command, *pending], stdout=subprocess.PIPE, text=True) as worker:
+        with subprocess.Popen([*command, *pending], stdout=subprocess.PIPE, text=True, env=env) as worker:
             lines = Lines(worker)
             while text := lines.next(min(seconds, deadline - time.monotonic())):
                 line = json.loads(text)
@@ -103,22 +107,37 @@ class Lines:
             return ""
 
 
+def commit() -> str:
+    """Return which commit this checkout has, "-dirty" if it was changed; "unknown" without git."""
+    command = ["git", "-C", str(ROOT), "describe", "--always", "--dirty", "--abbrev=40"]
+    try:
+        return subprocess.run(command, capture_output=True, text=True, timeout=10, check=True).stdout.strip()
+    except (OSError, subprocess.SubprocessError):
+        return "unknown"
+
+
+def environment(part: Part) -> dict[str, str]:
+    """Return the environment of a part's process: Numba compiles only where it is needed."""
+    inherited = {name: value for name, value in os.environ.items() if name != "NUMBA_DISABLE_JIT"}
+    return inherited if part.uses_numba else inherited | {"NUMBA_DISABLE_JIT": "1"}
+
+
 def main() -> None:
     """Run the check; print each task as it ends, then the tables."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument(
-        "--kernels", action="store_true", required=True, help="the kernels' goldens and times"
-    )
+    parser.add_argument("--kernels", action="store_true", help="the kernels alone: their goldens and times")
     parser.add_argument("--dry-run", action="store_true", help="through the emulator, on small shapes")
     parser.add_argument("--json", type=Path, help="write all results there")
     args = parser.parse_args()
     start = time.monotonic()
+    made = {"date": datetime.now(timezone.utc).isoformat(timespec="seconds"), "commit": commit()}
+    done: Results = {}
 
     def note(results: Results) -> dict[str, Any]:
-        report = summary(results, dry_run=args.dry_run)
-        report["took_seconds"] = time.monotonic() - start
+        report = summary(done | results, dry_run=args.dry_run, kernels_only=args.kernels)
+        report = made | report | {"took_seconds": time.monotonic() - start}
         if args.json:
             args.json.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
         return report
@@ -128,7 +147,19 @@ def main() -> None:
         note(results)
 
     command = [sys.executable, "-m", "tools.gpu_worker", *(["--dry-run"] if args.dry_run else [])]
-    report = note(supervise(command, tasks(args.dry_run), total_seconds=TOTAL_SECONDS, note=show))
+    for part in parts(args.dry_run, kernels_only=args.kernels):
+        left = TOTAL_SECONDS[args.kernels] - (time.monotonic() - start)
+        done |= supervise(
+            command,
+            part.tasks,
+            total_seconds=min(left, part.most_seconds),
+            first_decides=part.first_decides,
+            env=environment(part),
+            note=show,
+        )
+        if "error" in done.get("versions", {}):
+            break
+    report = note({})
     print(tables(report))
     sys.exit(1 if report["failures"] else 0)
 

@@ -4,52 +4,42 @@ Times are of many calls in one CUDA graph, with nothing between them but the GPU
 the stream one behind the other, so that the GPU is never idle between the events around one.
 """
 
-import importlib.metadata
 import statistics
 import subprocess
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from itertools import pairwise
 from pathlib import Path
+from time import perf_counter
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from cupaged.backend.device import CudaDevice
+from cupaged.backend.cupy_device import CudaDevice
 from cupaged.kernels.compile import compile_kernels
-from cupaged.kernels.launch import SOURCES, Array, ceil_div
+from cupaged.kernels.launch import SOURCES, Array
 from cupaged.kernels.nvrtc import nvrtc
+from tools.gpu_peers import import_torch, load_transformers, time_sdpa, torch_version
 from tools.gpu_specs import ARCHITECTURES, blocks_per_sm
-from tools.kernel_cases.case import Attention, Case, HostArrays, Shape
+from tools.kernel_cases.case import Attention, Case, HostArrays, Maker, Shape
 from tools.kernel_cases.launches import instances
-from tools.machine import Times, summarize
+from tools.machine import (
+    NUM_REPEATS,
+    NUM_SWAPS,
+    SWAP_BYTES,
+    Generate,
+    Mark,
+    Times,
+    calls_of_a_graph,
+    repeat,
+    summarize,
+)
 
-NUM_WARM_UPS = 10  # repeats before those that count, 50 ms in which the clocks rise
-NUM_REPEATS = 20  # the median counts
-GRAPH_SECONDS = 5e-3  # about as long a graph is made; a gap of some us before it does not matter
-MAX_CALLS = 256  # in a graph
 COPY_BYTES = 4 << 30
 MATMUL_SIZE = 8192  # rows and columns, of which an H200 was seen to do 790 TFLOP/s through PyTorch
+NUM_SWAP_REPEATS = 5  # the best counts
 CHUNK = 1 << 22  # random numbers that all large arrays are made of
 STATE = ("clocks.sm", "clocks.mem", "power.draw", "temperature.gpu", "clocks_event_reasons.active")
-
-
-def torch_version() -> str:
-    """Return torch's version without importing it, which takes seconds."""
-    try:
-        return importlib.metadata.version("torch")
-    except importlib.metadata.PackageNotFoundError:
-        return "not installed"
-
-
-def import_torch() -> Any:
-    """Return torch, or None where it is not installed."""
-    try:
-        import torch
-    except ImportError:
-        return None
-    return torch
 
 
 class DeviceArrays:
@@ -175,7 +165,7 @@ class GpuMachine:
         self._cupy.cuda.Device().synchronize()
 
     def time(self, launch: Callable[[int], Any], sources: Path, num_sets: int) -> Times:
-        stream = self.device(sources).stream
+        stream = self.device(sources).cupy_stream
 
         def launch_all(num_calls: int) -> None:
             for i in range(num_calls):
@@ -195,7 +185,7 @@ class GpuMachine:
         return repeat(work, lambda: stream.record(), cuda.get_elapsed_time, num_repeats)
 
     def copy_bandwidth(self) -> float:
-        runtime, stream = self._cupy.cuda.runtime, self._devices[SOURCES].stream
+        runtime, stream = self._cupy.cuda.runtime, self._devices[SOURCES].cupy_stream
         source = self.maker.normal((COPY_BYTES // 4,))
         target = self.maker.unwritten(source.shape)
         kind = runtime.memcpyDeviceToDevice
@@ -208,68 +198,50 @@ class GpuMachine:
     def matmul_flops(self) -> float:
         import ml_dtypes
 
-        shape, stream = (MATMUL_SIZE, MATMUL_SIZE), self._devices[SOURCES].stream
+        shape, stream = (MATMUL_SIZE, MATMUL_SIZE), self._devices[SOURCES].cupy_stream
         a, b = (self.maker.normal(shape, ml_dtypes.bfloat16) for _ in range(2))
         with stream:  # cuBLAS runs on CuPy's current stream
             return 2 * MATMUL_SIZE**3 / statistics.median(self._seconds(stream, lambda: a @ b))
+
+    def swap_bandwidth(self) -> dict[str, float]:
+        runtime, gpu, total = self._cupy.cuda.runtime, self.gpu(), NUM_SWAPS * SWAP_BYTES
+        kinds = {"to_host": runtime.memcpyDeviceToHost, "to_device": runtime.memcpyHostToDevice}
+        places = {name: (gpu.pin(total), gpu.allocate(total)) for name in kinds}
+        streams = {name: self._cupy.cuda.Stream(non_blocking=True) for name in kinds}
+
+        def seconds(*names: str) -> float:
+            self.synchronize()
+            start = perf_counter()
+            for offset in range(0, total, SWAP_BYTES):
+                for name in names:
+                    host, memory = places[name][0].ctypes.data + offset, places[name][1].data.ptr + offset
+                    ends = (host, memory) if name == "to_host" else (memory, host)
+                    runtime.memcpyAsync(*ends, SWAP_BYTES, kinds[name], streams[name].ptr)
+            self.synchronize()
+            return perf_counter() - start
+
+        asked = {name: (name,) for name in kinds} | {"both": tuple(kinds)}
+        return {
+            name: len(names) * total / min(seconds(*names) for _ in range(NUM_SWAP_REPEATS))
+            for name, names in asked.items()
+        }
+
+    def gpu(self) -> CudaDevice:
+        return self._devices[SOURCES]
+
+    def gpu_maker(self) -> Maker:
+        return self.maker
+
+    def mark(self) -> Mark:
+        return self.gpu().cupy_stream.record()
+
+    def elapsed(self, start: Mark, end: Mark) -> float:
+        return float(self._cupy.cuda.get_elapsed_time(start, end)) / 1e3
 
     def sdpa(self, attention: Attention) -> Times | None:
         torch = import_torch()
         return time_sdpa(torch, attention, self.l2_bytes) if torch else None
 
-
-def repeat(
-    work: Callable[[], Any],
-    record: Callable[[], Any],  # puts an event behind the work so far, and returns it
-    elapsed: Callable[[Any, Any], float],  # ms between two events
-    num_repeats: int = NUM_REPEATS,
-) -> list[float]:
-    """Return the GPU's seconds for each of so many repeats of `work`, one right behind the other."""
-    for _ in range(NUM_WARM_UPS):
-        work()
-    events = [record()]
-    for _ in range(num_repeats):
-        work()
-        events.append(record())
-    events[-1].synchronize()
-    return [elapsed(start, end) / 1e3 for start, end in pairwise(events)]
-
-
-def calls_of_a_graph(seconds: float, num_sets: int) -> int:
-    """Return how many calls of so many seconds make a graph, each set of arrays equally often."""
-    rounds = min(MAX_CALLS // num_sets, round(GRAPH_SECONDS / max(seconds * num_sets, 1e-9)))
-    return max(1, rounds) * num_sets
-
-
-def time_sdpa(torch: Any, attention: Attention, l2_bytes: int) -> Times:
-    """Return the time of torch's attention, in a CUDA graph over several sets of inputs too."""
-    dtype = {"bf16": torch.bfloat16, "f16": torch.float16}[attention.element]
-    q_shape = (attention.num_seqs, attention.num_heads, attention.num_queries, attention.head_dim)
-    kv_shape = (attention.num_seqs, attention.num_kv_heads, attention.length, attention.head_dim)
-    num_bytes = 2 * (np.prod(q_shape, dtype=int) + 2 * np.prod(kv_shape, dtype=int))
-    num_sets = max(2, ceil_div(3 * l2_bytes, int(num_bytes)))
-    sets = [
-        [torch.randn(shape, dtype=dtype, device="cuda") for shape in (q_shape, kv_shape, kv_shape)]
-        for _ in range(num_sets)
-    ]
-
-    def launch(num_calls: int) -> None:
-        for i in range(num_calls):
-            torch.nn.functional.scaled_dot_product_attention(
-                *sets[i % num_sets], is_causal=attention.num_queries > 1, enable_gqa=True
-            )
-
-    def record() -> Any:
-        event = torch.cuda.Event(enable_timing=True)
-        event.record()
-        return event
-
-    def seconds(work: Callable[[], Any], num_repeats: int = NUM_REPEATS) -> list[float]:
-        return repeat(work, record, lambda start, end: float(start.elapsed_time(end)), num_repeats)
-
-    launch(num_sets)
-    num_calls = calls_of_a_graph(min(seconds(lambda: launch(num_sets), 2)) / num_sets, num_sets)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        launch(num_calls)
-    return summarize(seconds(graph.replay), num_calls, num_sets)
+    def transformers(self, config: Mapping[str, Any]) -> Generate | None:
+        torch = import_torch()
+        return load_transformers(torch, config) if torch else None

@@ -1,23 +1,17 @@
 """What gpu_check found, put together: bytes and shares beside each time, goals, tables for people."""
 
 from collections.abc import Mapping
-from typing import Any
 
-from tools.gpu_worker import cases_by_task, tasks
+from tools.engine_report import Rates, engine_lines, engine_summary
+from tools.gpu_goals import Row, goals
+from tools.gpu_tasks import bench_of, cases_by_task, parts
 from tools.kernel_cases.case import Case
 from tools.kernel_cases.launches import record, sheet_value
 from tools.kernel_tables import predictions
 
-DECODE_GOAL = 0.85  # of the copy bandwidth, where batch x context is at least
-DECODE_TOKENS = 256 << 10
-PREFILL_GOAL = 0.40  # of the matmul FLOP/s, where a sequence is at least
-PREFILL_TOKENS = 8 << 10
-
 COLUMNS = (
     f"{'case':54}{'us':>9}{'spread':>8}{'MB':>9}{'of copy':>9}{'of matmul':>10}{'predicted':>10}{'SDPA':>9}"
 )
-
-Row = dict[str, Any]
 
 
 def least_bytes(case: Case) -> int:
@@ -27,12 +21,13 @@ def least_bytes(case: Case) -> int:
     return sum(sheet_value(case, launch, "unique") for launch in record(case))
 
 
-def summary(results: Mapping[str, Row], *, dry_run: bool) -> Row:
+def summary(results: Mapping[str, Row], *, dry_run: bool, kernels_only: bool) -> Row:
     """Return everything that was found, for JSON."""
     cases = cases_by_task(dry_run)
     done = {name: row["result"] for name, row in results.items() if "result" in row}
     versions = done.get("versions", {})
-    predicted = predictions(versions.get("GPU", "").split(",")[0])
+    gpu = versions.get("GPU", "").split(",")[0]
+    predicted = predictions(gpu)
     copy = done.get("copy bandwidth", {}).get("bytes_per_second")
     matmul = done.get("matmul", {}).get("flops_per_second")
     times = []
@@ -44,8 +39,12 @@ def summary(results: Mapping[str, Row], *, dry_run: bool) -> Row:
             times[-1]["predicted_us"] = predicted.get(case.name, 0.0) * 1e6 or None
     failures = [f"{name}: {row['error']}" for name, row in results.items() if "error" in row]
     failures += [f"{name}: {row['difference']}" for name, row in done.items() if row.get("difference")]
-    if missing := len(tasks(dry_run)) - len(results):
+    if missing := sum(len(part.tasks) for part in parts(dry_run, kernels_only=kernels_only)) - len(results):
         failures.append(f"{missing} tasks did not begin")
+    engine: Row | None = None
+    if not kernels_only:
+        rates = Rates(copy, matmul) if copy and matmul else None
+        engine = engine_summary(done, bench_of(dry_run), gpu, rates, predicted)
     return {
         "dry_run": dry_run,
         "versions": versions,
@@ -56,7 +55,8 @@ def summary(results: Mapping[str, Row], *, dry_run: bool) -> Row:
         "num_goldens": sum(task.startswith("golden ") for task in cases),
         "num_goldens_met": sum(row.get("difference") == "" for row in done.values()),
         "times": times,
-        "goals": [] if dry_run else goals(times),
+        "engine": engine,
+        "goals": [] if dry_run else goals(times, engine["steps"] if engine else None),
         "launch_overhead": done.get("launch overhead"),
         "failures": failures,
         "task_seconds": {name: row["took"] for name, row in results.items() if "took" in row},
@@ -82,30 +82,6 @@ def _time_row(case: Case, found: Row, copy: float | None, matmul: float | None) 
     }
 
 
-def goals(times: list[Row]) -> list[Row]:
-    """Return the goals, each met, not met or not measured; the worst of its shapes counts."""
-    decodes = [
-        row for row in times if row["queries"] == 1 and row["num_seqs"] * row["length"] >= DECODE_TOKENS
-    ]
-    prefills = [row for row in times if (row["queries"] or 0) > 1 and row["length"] >= PREFILL_TOKENS]
-    return [
-        _goal(
-            "paged_decode, batch x context >= 256k: share of copy bandwidth",
-            DECODE_GOAL,
-            decodes,
-            "bandwidth_share",
-        ),
-        _goal("paged_prefill at 8k: share of matmul FLOP/s", PREFILL_GOAL, prefills, "flops_share"),
-    ]
-
-
-def _goal(what: str, share: float, rows: list[Row], field: str) -> Row:
-    shares = [row[field] for row in rows if row[field]]
-    worst = min(shares, default=None)
-    status = "not measured" if worst is None else "met" if worst >= share else "not met"
-    return {"goal": what, "share": share, "measured": worst, "status": status}
-
-
 def tables(report: Row) -> str:
     """Return all of a report that people read."""
     lines = [f"{name}: {value}" for name, value in (report["versions"] | report["clocks"]).items()]
@@ -128,7 +104,8 @@ def tables(report: Row) -> str:
             f"{_number(row['predicted_us']):>10}{_number(row['sdpa_us']):>9}"
         )
         lines += [f"  {name:52}{each:9.1f}" for name, each in row["kernels_us"].items()]
-    lines += ["", *(_goal_line(goal) for goal in report["goals"])] if report["goals"] else []
+    lines += ["", *engine_lines(report["engine"])] if report["engine"] else []
+    lines += ["", *(goal["text"] for goal in report["goals"])] if report["goals"] else []
     lines += ["", *(f"FAILED {failure}" for failure in report["failures"])] if report["failures"] else []
     return "\n".join(lines)
 
@@ -145,14 +122,11 @@ def _surprise(name: str, row: Row) -> str:
 def progress(task: str, row: Row) -> str:
     """Return a line on a task that just ended."""
     took, result = row.get("took"), row.get("result", {})
-    said = row.get("error") or result.get("difference") or "ok"
+    said = row.get("error") or result.get("difference") or result.get("skipped") or "ok"
     if "error" not in row and "seconds" in result:
-        said = f"{result['seconds'] * 1e6:.1f} us"
+        seconds = result["seconds"]
+        said = f"{seconds * 1e6:.1f} us" if seconds < 0.1 else f"{seconds:.2f} s"
     return f"{_number(took):>6} s  {task}: {said}"
-
-
-def _goal_line(goal: Row) -> str:
-    return f"{goal['status']}: {goal['goal']} {_share(goal['measured'])}, goal {_share(goal['share'])}"
 
 
 def _share(value: float | None) -> str:

@@ -13,73 +13,86 @@ import os
 import sys
 import time
 import traceback
+from functools import cached_property
 from typing import Any, TextIO
 
-from tools.kernel_cases import GOLDENS, PROBES, TIMED, TRAFFIC
+from tools.engine_model import hf_config
+from tools.gpu_tasks import bench_of, cases_by_task, kind_of
+from tools.kernel_cases import TRAFFIC
 from tools.kernel_cases.case import Case
 from tools.kernel_cases.goldens import difference, load, run
-from tools.machine import EmulatedMachine, Machine, launch_overhead, time_case
+from tools.machine import Generate, Machine, launch_overhead, time_case
 
 FAILED = 3  # exit status after an error that was reported
-KINDS = ("golden", "time", "sdpa")  # of tasks that are of a case
 
 
-def cases_by_task(dry_run: bool) -> dict[str, Case]:
-    """Return the tasks that are of a case: "golden NAME", "time NAME" and "sdpa NAME", in order."""
-    tasks = {f"golden {case.name}": case for case in (*PROBES, *GOLDENS)}
-    for case in TRAFFIC if dry_run else TIMED:
-        tasks[f"time {case.name}"] = case
-        if case.attention:
-            tasks[f"sdpa {case.name}"] = case
-    return tasks
+class Runner:
+    """Does tasks; what they share is made for the first that needs it."""
 
+    def __init__(self, *, dry_run: bool) -> None:
+        self._dry_run = dry_run
+        self._cases = cases_by_task(dry_run)
 
-def kind_of(task: str) -> str:
-    """Return a task's kind, such as "golden"."""
-    return task.partition(" ")[0]
+    @cached_property
+    def machine(self) -> Machine:
+        """Return the machine to run on."""
+        if self._dry_run:
+            from tools.emulated_machine import EmulatedMachine
 
+            return EmulatedMachine()
+        from tools.gpu_machine import GpuMachine
 
-def tasks(dry_run: bool) -> list[str]:
-    """Return all tasks, in order: what decides first, torch's part, whose import takes long, last."""
-    cases = cases_by_task(dry_run)
-    goldens, times, sdpa = ([task for task in cases if kind_of(task) == kind] for kind in KINDS)
-    limits = ["copy bandwidth", "matmul", "clocks"]
-    return ["versions", "compile", "resources", *goldens, *limits, *times, "launch overhead", *sdpa]
+        return GpuMachine()
 
+    @cached_property
+    def engine_tasks(self) -> Any:
+        """Return what does the engine's tasks; Numba compiles as it is imported."""
+        from tools.engine_tasks import EngineTasks
 
-def run_task(name: str, machine: Machine, cases: dict[str, Case]) -> dict[str, Any]:
-    """Do a task; return its result."""
-    if case := cases.get(name):
-        return run_case(kind_of(name), case, machine)
-    if name == "versions":
-        return machine.versions()
-    if name == "compile":
-        return {"instances": machine.prepare(list(cases.values()))}
-    if name == "resources":
-        return machine.resources(list(cases.values()))
-    if name == "copy bandwidth":
-        return {"bytes_per_second": machine.copy_bandwidth()}
-    if name == "matmul":
-        return {"flops_per_second": machine.matmul_flops()}
-    if name == "clocks":
-        return machine.clocks()
-    if name == "launch overhead":
-        function, kernel = launch_overhead(machine, TRAFFIC[0])
-        return {"case": TRAFFIC[0].name, "function_seconds": function, "kernel_seconds": kernel}
-    raise ValueError(f"no task {name!r}; there are {tasks(False)}")
+        return EngineTasks(self.machine, bench_of(self._dry_run))
 
+    @cached_property
+    def transformers(self) -> Generate | None:
+        """Return generate of the model that the engine is measured on, if there is transformers."""
+        return self.machine.transformers(hf_config(bench_of(self._dry_run).shape))
 
-def run_case(kind: str, case: Case, machine: Machine) -> dict[str, Any]:
-    """Do a task of a case; return its result."""
-    if kind == "golden":
-        outputs = run(case, machine.device(case.sources), machine.to_device, machine.to_host)
-        return {"difference": difference(case, outputs, load(case))}
-    if kind == "time":
-        times, kernels = time_case(machine, case)
-        return {**times._asdict(), "kernels": kernels}
-    assert case.attention, f"{case.name} has no attention"
-    sdpa = machine.sdpa(case.attention)
-    return sdpa._asdict() if sdpa else {}
+    def run(self, name: str) -> dict[str, Any]:
+        """Do a task; return its result."""
+        machine, cases = self.machine, list(self._cases.values())
+        if case := self._cases.get(name):
+            return self._run_case(kind_of(name), case)
+        if name == "versions":
+            return machine.versions()
+        if name == "compile":
+            return {"instances": machine.prepare(cases)}
+        if name == "resources":
+            return machine.resources(cases)
+        if name == "copy bandwidth":
+            return {"bytes_per_second": machine.copy_bandwidth()}
+        if name == "matmul":
+            return {"flops_per_second": machine.matmul_flops()}
+        if name == "clocks":
+            return machine.clocks()
+        if name == "launch overhead":
+            function, kernel = launch_overhead(machine, TRAFFIC[0])
+            return {"case": TRAFFIC[0].name, "function_seconds": function, "kernel_seconds": kernel}
+        if kind_of(name) == "transformers":
+            work = next(work for work in bench_of(self._dry_run).workloads if name.endswith(f" {work}"))
+            return {"seconds": self.transformers(*work)} if self.transformers else {}
+        result: dict[str, Any] = self.engine_tasks.run(name)
+        return result
+
+    def _run_case(self, kind: str, case: Case) -> dict[str, Any]:
+        machine = self.machine
+        if kind == "golden":
+            outputs = run(case, machine.device(case.sources), machine.to_device, machine.to_host)
+            return {"difference": difference(case, outputs, load(case))}
+        if kind == "time":
+            times, kernels = time_case(machine, case)
+            return {**times._asdict(), "kernels": kernels}
+        assert case.attention, f"{case.name} has no attention"
+        sdpa = machine.sdpa(case.attention)
+        return sdpa._asdict() if sdpa else {}
 
 
 def reserve_stdout() -> TextIO:
@@ -96,15 +109,12 @@ def main() -> None:
     parser.add_argument("tasks", nargs="+")
     args = parser.parse_args()
     stdout = reserve_stdout()
-    machine: Machine | None = None
-    cases = cases_by_task(args.dry_run)
+    runner = Runner(dry_run=args.dry_run)
     for name in args.tasks:
         print(json.dumps({"begin": name}), file=stdout, flush=True)
         start = time.perf_counter()
         try:
-            if machine is None:
-                machine = make_machine(args.dry_run)
-            line: dict[str, Any] = {"result": run_task(name, machine, cases)}
+            line: dict[str, Any] = {"result": runner.run(name)}
         except Exception as error:  # whatever it is, it is this task's result
             traceback.print_exc()
             line = {"error": f"{type(error).__name__}: {error}"}
@@ -113,15 +123,6 @@ def main() -> None:
         if "error" in line:
             sys.stderr.flush()
             os._exit(FAILED)  # at once: what would tidy up meets the same error, and may crash or hang
-
-
-def make_machine(dry_run: bool) -> Machine:
-    """Return the machine to run on."""
-    if dry_run:
-        return EmulatedMachine()
-    from tools.gpu_machine import GpuMachine
-
-    return GpuMachine()
 
 
 if __name__ == "__main__":

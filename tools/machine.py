@@ -1,21 +1,31 @@
-"""What gpu_check needs of the machine that it runs on, and a dry run's machine: the emulator on the CPU."""
+"""What gpu_check needs of the machine that it runs on, and how it times there what it is given."""
 
-import platform
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from time import perf_counter
 from typing import Any, NamedTuple, Protocol
 
-import numpy as np
 from numpy.typing import NDArray
 
-from cupaged.kernels.launch import Array, Device, ceil_div
-from tools.kernel_cases.case import Attention, Case, HostArrays, Maker
+from cupaged.backend.device import Device
+from cupaged.kernels import launch
+from cupaged.kernels.launch import Array, ceil_div
+from tools.kernel_cases.case import Attention, Case, Maker
 from tools.kernel_cases.launches import record
 
 NUM_LAUNCHES = 300  # whose host time is taken
+NUM_WARM_UPS = 10  # repeats before those that count, 50 ms in which the clocks rise
+NUM_REPEATS = 20  # the median counts
+GRAPH_SECONDS = 5e-3  # about as long a graph is made; a gap of some us before it does not matter
+MAX_CALLS = 256  # in a graph
+SWAP_BYTES = 2 << 20  # of a copy: a block of an 8B llama
+NUM_SWAPS = 256
+
+Mark = Any  # a place in the stream of the machine's GPU
+Generate = Callable[[int, int, int], float]  # (num_seqs, prompt_length, output_length) -> seconds
 
 
 class Times(NamedTuple):
@@ -47,7 +57,7 @@ class Machine(Protocol):
     def clocks(self) -> dict[str, str]:
         """Return the GPU's state: clocks, power, temperature, and what holds the clocks down."""
 
-    def device(self, sources: Path) -> Device:
+    def device(self, sources: Path) -> launch.Device:
         """Return the device for the .cu files of a folder."""
 
     def to_device(self, array: NDArray[Any]) -> Array: ...
@@ -65,8 +75,29 @@ class Machine(Protocol):
     def matmul_flops(self) -> float:
         """Return the FLOPs a second of a large bf16 product."""
 
+    def swap_bandwidth(self) -> Mapping[str, float]:
+        """Return the bytes a second of copies between pinned and device memory, SWAP_BYTES each.
+
+        "to_host", "to_device", and "both" at once on two streams.
+        """
+
+    def gpu(self) -> Device:
+        """Return the device that an engine may run on, with all its memory."""
+
+    def gpu_maker(self) -> Maker:
+        """Return the maker of arrays on gpu()."""
+
+    def mark(self) -> Mark:
+        """Note a place in the stream of gpu()."""
+
+    def elapsed(self, start: Mark, end: Mark) -> float:
+        """Return the seconds from one mark to another, which the device has passed."""
+
     def sdpa(self, attention: Attention) -> Times | None:
         """Return the time of torch's scaled_dot_product_attention; None where torch is not installed."""
+
+    def transformers(self, config: Mapping[str, Any]) -> Generate | None:
+        """Return generate of a model by config.json, with random weights; None where there is no torch."""
 
 
 def summarize(seconds: Sequence[float], num_calls: int, num_sets: int) -> Times:
@@ -75,6 +106,29 @@ def summarize(seconds: Sequence[float], num_calls: int, num_sets: int) -> Times:
     tenth = len(ordered) // 10
     median = statistics.median(ordered)
     return Times(median / num_calls, (ordered[-1 - tenth] - ordered[tenth]) / median, num_calls, num_sets)
+
+
+def repeat(
+    work: Callable[[], Any],
+    record: Callable[[], Any],  # puts an event behind the work so far, and returns it
+    elapsed: Callable[[Any, Any], float],  # ms between two events
+    num_repeats: int = NUM_REPEATS,
+) -> list[float]:
+    """Return the GPU's seconds for each of so many repeats of `work`, one right behind the other."""
+    for _ in range(NUM_WARM_UPS):
+        work()
+    events = [record()]
+    for _ in range(num_repeats):
+        work()
+        events.append(record())
+    events[-1].synchronize()
+    return [elapsed(start, end) / 1e3 for start, end in pairwise(events)]
+
+
+def calls_of_a_graph(seconds: float, num_sets: int) -> int:
+    """Return how many calls of so many seconds make a graph, each set of arrays equally often."""
+    rounds = min(MAX_CALLS // num_sets, round(GRAPH_SECONDS / max(seconds * num_sets, 1e-9)))
+    return max(1, rounds) * num_sets
 
 
 def time_case(machine: Machine, case: Case) -> tuple[Times, dict[str, float]]:
@@ -111,64 +165,12 @@ def launch_overhead(machine: Machine, case: Case) -> tuple[float, float]:
         lambda: kernel(first.grid, first.block, first.args, first.shared_bytes),
     )
     found = []
-    for launch in calls:
-        launch()
+    for call in calls:
+        call()
         machine.synchronize()
         start = perf_counter()
         for _ in range(NUM_LAUNCHES):
-            launch()
+            call()
         found.append((perf_counter() - start) / NUM_LAUNCHES)
         machine.synchronize()
     return found[0], found[1]
-
-
-class EmulatedMachine:
-    """The CPU, for a dry run: everything happens as on a GPU, but times say nothing of one."""
-
-    l2_bytes = 0
-    maker: Maker = HostArrays("dry run")
-
-    def versions(self) -> dict[str, str]:
-        return {"machine": f"emulator on {platform.machine()}: times say nothing of a GPU"}
-
-    def prepare(self, cases: Sequence[Case]) -> int:  # noqa: ARG002
-        return 0
-
-    def resources(self, cases: Sequence[Case]) -> dict[str, dict[str, int]]:  # noqa: ARG002
-        return {}
-
-    def clocks(self) -> dict[str, str]:
-        return {}
-
-    def device(self, sources: Path) -> Device:
-        from tests.cuda_on_cpu.device import EmulatedDevice
-
-        return EmulatedDevice(sources=sources)
-
-    def to_device(self, array: NDArray[Any]) -> Array:
-        return array.copy()
-
-    def to_host(self, array: Array) -> NDArray[Any]:
-        return np.array(array)
-
-    def synchronize(self) -> None: ...
-
-    def time(self, launch: Callable[[int], Any], sources: Path, num_sets: int) -> Times:  # noqa: ARG002
-        return summarize([_seconds(partial(launch, i)) for i in range(num_sets)], 1, num_sets)
-
-    def copy_bandwidth(self) -> float:
-        source = np.ones(1 << 22, np.float32)
-        return 2 * source.nbytes / _seconds(source.copy)
-
-    def matmul_flops(self) -> float:
-        a = np.ones((256, 256), np.float32)
-        return 2 * len(a) ** 3 / _seconds(lambda: a @ a)
-
-    def sdpa(self, attention: Attention) -> Times | None:  # noqa: ARG002
-        return None
-
-
-def _seconds(work: Callable[[], Any]) -> float:
-    start = perf_counter()
-    work()
-    return perf_counter() - start

@@ -1,8 +1,7 @@
 """How gpu_check times a GPU, with a stand-in for CuPy whose clock is known."""
 
-import contextlib
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,13 +12,20 @@ import pytest
 
 from cupaged.kernels.compile import Compiled, Resources
 from cupaged.kernels.launch import SOURCES
-from tools.gpu_machine import CHUNK, NUM_REPEATS, GpuMachine, calls_of_a_graph, time_sdpa
+from tests.tools.fake_stream import CALL_SECONDS, Stream
+from tools.emulated_machine import EmulatedMachine
+from tools.gpu_machine import CHUNK, NUM_SWAP_REPEATS, GpuMachine
 from tools.kernel_cases import TIMED
-from tools.kernel_cases.case import Attention
 from tools.kernel_cases.launches import record
-from tools.machine import EmulatedMachine, launch_overhead, summarize, time_case
-
-CALL_SECONDS = 1e-5
+from tools.machine import (
+    NUM_REPEATS,
+    NUM_SWAPS,
+    SWAP_BYTES,
+    calls_of_a_graph,
+    launch_overhead,
+    summarize,
+    time_case,
+)
 
 
 class Array(np.ndarray[Any, Any]):
@@ -51,44 +57,6 @@ class Memory:
         self.bytes[:size] = source.bytes[:size]
 
 
-class Stream:
-    """Work takes time on it; while it is captured it takes none, and its graph does later."""
-
-    ptr = 1
-
-    def __init__(self) -> None:
-        self.clock = 0.0
-        self.captured: float | None = None
-
-    def work(self, seconds: float) -> None:
-        if self.captured is None:
-            self.clock += seconds
-        else:
-            self.captured += seconds
-
-    def record(self) -> "Event":
-        assert self.captured is None
-        return Event(self.clock)
-
-    def begin_capture(self) -> None:
-        assert self.captured is None
-        self.captured = 0.0
-
-    def end_capture(self) -> Any:
-        seconds, self.captured = self.captured, None
-        assert seconds is not None
-        return SimpleNamespace(launch=lambda stream: stream.work(seconds))
-
-
-class Event:
-    """A moment of a stream's clock."""
-
-    def __init__(self, clock: float) -> None:
-        self.clock = clock
-
-    def synchronize(self) -> None: ...
-
-
 class Device:
     """CudaDevice: every launch takes CALL_SECONDS."""
 
@@ -96,7 +64,7 @@ class Device:
 
     def __init__(self, sources: Path = SOURCES) -> None:
         assert sources == SOURCES
-        self.stream = Stream()
+        self.cupy_stream = Stream()
         properties = {"name": b"NVIDIA H200", "multiProcessorCount": 132, "l2CacheSize": 60 << 20}
         runtime = SimpleNamespace(getDeviceProperties=lambda _: properties)
         device = SimpleNamespace(id=0, synchronize=lambda: None)
@@ -107,8 +75,14 @@ class Device:
         )
         self.cupy = SimpleNamespace(cuda=cuda, empty=lambda shape, dtype: np.empty(shape, dtype).view(Array))
 
+    def pin(self, num_bytes: int) -> Any:
+        return np.empty(num_bytes, np.uint8)
+
+    def allocate(self, num_bytes: int) -> Any:  # noqa: ARG002
+        return SimpleNamespace(data=SimpleNamespace(ptr=0))
+
     def kernel(self, *_: Any, **__: Any) -> Callable[..., None]:
-        return lambda *_: self.stream.work(CALL_SECONDS)
+        return lambda *_: self.cupy_stream.work(CALL_SECONDS)
 
 
 @pytest.fixture
@@ -210,61 +184,26 @@ def test_host_time_of_a_launch_is_taken_on_any_machine(machine: GpuMachine) -> N
     assert 0 < kernel < function < 1e-3
 
 
-class Torch:
-    """The few names of torch that are used, on one stream, where attention takes CALL_SECONDS."""
+def test_time_between_marks_is_that_of_the_work_between_them(machine: GpuMachine) -> None:
+    start = machine.mark()
+    machine.gpu().cupy_stream.work(3e-3)
+    end = machine.mark()
 
-    bfloat16, float16 = "bfloat16", "float16"
-
-    def __init__(self) -> None:
-        self.stream = Stream()
-        self.asked: list[tuple[list[Any], bool]] = []
-        self.cuda = SimpleNamespace(
-            Event=lambda enable_timing: TorchEvent(self.stream),  # noqa: ARG005
-            CUDAGraph=lambda: SimpleNamespace(),
-            graph=self.capture,
-        )
-        self.nn = SimpleNamespace(functional=SimpleNamespace(scaled_dot_product_attention=self.attend))
-
-    def randn(self, shape: tuple[int, ...], dtype: str, device: str) -> Any:
-        return shape, dtype, device
-
-    def attend(self, *qkv: Any, is_causal: bool, enable_gqa: bool) -> None:
-        assert enable_gqa
-        self.asked.append((list(qkv), is_causal))
-        self.stream.work(CALL_SECONDS)
-
-    @contextlib.contextmanager
-    def capture(self, graph: Any) -> Iterator[None]:
-        self.stream.begin_capture()
-        yield
-        captured = self.stream.end_capture()
-        graph.replay = lambda: captured.launch(self.stream)
+    assert machine.elapsed(start, end) == pytest.approx(3e-3)
 
 
-class TorchEvent(Event):
-    """Records when it is told to."""
+def test_every_block_is_swapped_by_a_copy_of_its_own(machine: GpuMachine) -> None:
+    copies: list[tuple[int, int, int]] = []  # size, kind, stream
+    runtime = machine.gpu().cupy.cuda.runtime
+    runtime.memcpyDeviceToHost, runtime.memcpyHostToDevice = 2, 1
+    runtime.memcpyAsync = lambda *args: copies.append(args[2:])
+    machine.gpu().cupy.cuda.Stream = lambda non_blocking: SimpleNamespace(ptr=7)  # noqa: ARG005
 
-    def __init__(self, stream: Stream) -> None:
-        self.stream = stream
+    rates = machine.swap_bandwidth()
 
-    def record(self) -> None:
-        self.clock = self.stream.record().clock
-
-    def elapsed_time(self, end: Event) -> float:
-        return (end.clock - self.clock) * 1e3
-
-
-@pytest.mark.parametrize(("num_queries", "causal"), [(1, False), (64, True)])
-def test_torch_is_asked_for_the_same_attention(num_queries: int, causal: bool) -> None:
-    torch = Torch()
-
-    times = time_sdpa(torch, Attention("bf16", 3, num_queries, 64, 8, 2, 128), 60 << 20)
-
-    shapes = [(3, 8, num_queries, 128), (3, 2, 64, 128), (3, 2, 64, 128)]
-    assert torch.asked[0] == ([(shape, "bfloat16", "cuda") for shape in shapes], causal)
-    num_bytes = 2 * 3 * 128 * (8 * num_queries + 2 * 2 * 64)
-    assert times.num_sets == max(2, -(-3 * (60 << 20) // num_bytes))
-    assert times.seconds == pytest.approx(CALL_SECONDS)
+    assert rates.keys() == {"to_host", "to_device", "both"}
+    assert set(copies) == {(SWAP_BYTES, 1, 7), (SWAP_BYTES, 2, 7)}
+    assert len(copies) == 4 * NUM_SWAPS * NUM_SWAP_REPEATS
 
 
 def test_dry_run_has_the_same_names_as_a_gpu(machine: GpuMachine) -> None:

@@ -1,0 +1,98 @@
+"""What gpu_check holds the engine to: what it finds wrong, it says."""
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import numpy as np
+import pytest
+
+from cupaged.backend.base import MemoryUse
+from tools import engine_check
+from tools.agreement import Trace
+from tools.emulated_machine import EmulatedMachine
+from tools.engine_check import check_agreement, check_emulator, check_graphs, check_memory
+from tools.engine_timed import TimedEngine
+from tools.make_tiny_model import CLEAR_CASES, write_clear_model, write_tiny_tokenizer
+
+USE = MemoryUse(weights=512, workspace=256, activations=1024, reserve=100)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = write_clear_model(tmp_path_factory.mktemp("model"), CLEAR_CASES["clear_llama"])
+    write_tiny_tokenizer(directory)
+    return directory
+
+
+def loaded(allocations: list[int], driver: int) -> TimedEngine:
+    """Return an engine whose plan is USE and 3 blocks of 64 bytes."""
+    backend = SimpleNamespace(allocations=allocations, driver_bytes=lambda: driver)
+    plan = SimpleNamespace(use=USE, num_blocks=3, block_bytes=64)
+    return cast(TimedEngine, SimpleNamespace(plan=plan, executor=SimpleNamespace(backend=backend)))
+
+
+def test_memory_as_planned() -> None:
+    found = check_memory(loaded([512, 256, 1024, 192], 100))
+
+    assert found["planned_bytes"] == [512, 256, 1024, 192]
+    assert (found["driver_bytes"], found["reserve_bytes"]) == (100, 100)
+
+
+@pytest.mark.parametrize("allocations", [[512, 256, 1024, 193], [512, 256, 1024], [512, 256, 1024, 192, 1]])
+def test_a_byte_that_was_not_planned_is_found(allocations: list[int]) -> None:
+    with pytest.raises(ValueError, match=r"bytes were allocated, but \[512, 256, 1024, 192\] were planned"):
+        check_memory(loaded(allocations, 0))
+
+
+def test_a_driver_that_takes_more_than_its_reserve_is_found() -> None:
+    with pytest.raises(ValueError, match="take 101 bytes, but the plan has a reserve of 100"):
+        check_memory(loaded([512, 256, 1024, 192], 101))
+
+
+def test_graphs_give_the_same_bits(model: Path) -> None:
+    assert check_graphs(EmulatedMachine(), model)["num_tokens"] > 50
+
+
+def test_another_log_probability_with_graphs_is_found(monkeypatch: pytest.MonkeyPatch, model: Path) -> None:
+    def generate(*_: Any, enforce_eager: bool) -> list[tuple[list[int], Any]]:
+        return [([3], None), ([4, 5], [-0.25 if enforce_eager else -0.5])]
+
+    monkeypatch.setattr(engine_check, "_generate", generate)
+
+    with pytest.raises(ValueError, match=r"request 1 gets .* with CUDA graphs and .* without"):
+        check_graphs(EmulatedMachine(), model)
+
+
+def trace(*, off: float = 0.0, eager_off: float = 0.0) -> Any:
+    """Return what stands in for follow: logits that are off by so much, and by more without graphs."""
+
+    def follow(*_: Any, enforce_eager: bool = False) -> Trace:
+        logits = np.array([[0, 9], [9, 0]], np.float32) + np.float32(off + eager_off * enforce_eager)
+        return Trace(logits, np.array([1, 0], np.int32), 0, 0, 0)
+
+    return follow
+
+
+def test_logits_too_far_off_are_found(monkeypatch: pytest.MonkeyPatch, model: Path) -> None:
+    monkeypatch.setattr(engine_check, "reference", trace())
+    monkeypatch.setattr(engine_check, "follow", trace(off=2.0))
+
+    with pytest.raises(ValueError, match="logits differ by up to 2"):
+        check_agreement(EmulatedMachine(), model)
+
+
+def test_logits_that_graphs_change_are_found(monkeypatch: pytest.MonkeyPatch, model: Path) -> None:
+    monkeypatch.setattr(engine_check, "reference", trace())
+    monkeypatch.setattr(engine_check, "follow", trace(eager_off=1e-6))
+
+    with pytest.raises(ValueError, match="logits with CUDA graphs are not those without"):
+        check_agreement(EmulatedMachine(), model)
+
+
+def test_without_a_compiler_there_is_no_emulator_to_agree_with(
+    monkeypatch: pytest.MonkeyPatch, model: Path
+) -> None:
+    monkeypatch.setenv("PATH", "")
+
+    assert check_emulator(EmulatedMachine(), model) == {"skipped": "g++ is not installed"}

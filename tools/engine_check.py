@@ -1,0 +1,78 @@
+"""Whether the engine is right on a machine of gpu_check: agreement, graphs, memory; ValueError if not."""
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from tools.agreement import Trace, compare, follow, reference, tolerance
+from tools.engine_model import Workload
+from tools.engine_timed import TimedEngine, backend_creator
+from tools.machine import Machine
+
+# Of several lengths, sampled and greedy, all at once: decodes of 1 to 9 sequences, beside prefills and alone.
+GRAPH_WORKLOADS = [Workload(1 + i % 3, length, 5 + i) for i, length in enumerate((3, 17, 40, 1, 64))]
+
+
+def check_agreement(machine: Machine, model_dir: Path) -> dict[str, Any]:
+    """Hold the device, with CUDA graphs and without, to the CPU backend, and with them to itself without."""
+    lead, create = reference(model_dir), backend_creator(machine)
+    traces = [follow(model_dir, lead, create, enforce_eager=is_eager) for is_eager in (False, True)]
+    if not np.array_equal(traces[0].logits, traces[1].logits):
+        raise ValueError("logits with CUDA graphs are not those without")
+    return _held(model_dir, lead, traces[0])
+
+
+def check_emulator(machine: Machine, model_dir: Path) -> dict[str, Any]:
+    """Hold the device to the emulator; "skipped" where there is no g++ to build it."""
+    if shutil.which("g++") is None:
+        return {"skipped": "g++ is not installed"}
+    from tools.emulated_machine import EmulatedMachine
+
+    lead = reference(model_dir)
+    emulated = follow(model_dir, lead, backend_creator(EmulatedMachine()))
+    return _held(model_dir, emulated, follow(model_dir, lead, backend_creator(machine)))
+
+
+def _held(model_dir: Path, lead: Trace, trace: Trace) -> dict[str, Any]:
+    agreement = compare(lead, trace, tolerance(model_dir))
+    if agreement.problems:
+        raise ValueError(str(agreement))
+    return {"agreement": str(agreement), **agreement._asdict()}
+
+
+def check_graphs(machine: Machine, model_dir: Path) -> dict[str, Any]:
+    """Compare what requests get with CUDA graphs and without: tokens and log-probabilities, every bit."""
+    given = [_generate(machine, model_dir, enforce_eager=is_eager) for is_eager in (False, True)]
+    for i, (with_graphs, without) in enumerate(zip(*given, strict=True)):
+        if with_graphs != without:
+            raise ValueError(f"request {i} gets {with_graphs} with CUDA graphs and {without} without")
+    return {"num_tokens": sum(len(token_ids) for token_ids, _ in given[0])}
+
+
+def _generate(machine: Machine, model_dir: Path, **options: Any) -> list[tuple[list[int], Any]]:
+    """Return the tokens and log-probabilities of each request."""
+    engine = TimedEngine(machine, model_dir, max_model_len=96, max_num_seqs=16, **options)
+    for i, work in enumerate(GRAPH_WORKLOADS):
+        engine.add(work, temperature=i % 2, logprobs=5)
+    outputs = [output.outputs[0] for output in engine.run()]
+    check_memory(engine)
+    engine.close()
+    return [(output.token_ids, output.logprobs) for output in outputs]
+
+
+def check_memory(engine: TimedEngine) -> dict[str, Any]:
+    """Compare what was allocated with the plan, to the byte, and what the driver took with its reserve."""
+    plan, backend = engine.plan, engine.executor.backend
+    use = plan.use
+    planned = [use.weights, use.workspace, use.activations, plan.num_blocks * plan.block_bytes]
+    if sorted(backend.allocations) != sorted(planned):
+        raise ValueError(f"{backend.allocations} bytes were allocated, but {planned} were planned")
+    driver = backend.driver_bytes()
+    if driver > use.reserve:
+        raise ValueError(
+            f"modules, graphs and what else the driver keeps take {driver} bytes, but the plan has a reserve "
+            f"of {use.reserve} for them; raise it in cupaged/backend/cuda.py"
+        )
+    return {"plan": str(plan), "planned_bytes": planned, "driver_bytes": driver, "reserve_bytes": use.reserve}

@@ -1,0 +1,97 @@
+"""The engine's tasks of gpu_check: which model and which measurement each of them names."""
+
+import tempfile
+from pathlib import Path
+from time import perf_counter
+from typing import Any
+
+from cupaged.backend.cpu import CpuBackend
+from cupaged.scheduler.scheduler import Scheduler
+from tools.engine_check import check_agreement, check_emulator, check_graphs, check_memory
+from tools.engine_model import Bench, write_model
+from tools.engine_timed import TimedEngine
+from tools.engine_times import time_gemm, time_step, time_workload
+from tools.machine import Machine
+from tools.make_tiny_model import CLEAR_CASES, write_clear_model, write_tiny_tokenizer
+
+
+class EngineTasks:
+    """Does the tasks; the engine that is measured is loaded for the first that needs it."""
+
+    def __init__(self, machine: Machine, bench: Bench) -> None:
+        self._machine, self._bench = machine, bench
+        self._engine: TimedEngine | None = None
+        self._models = tempfile.TemporaryDirectory(prefix="gpu_check-")
+
+    def run(self, name: str) -> dict[str, Any]:
+        """Do a task; return its result."""
+        machine, bench = self._machine, self._bench
+        kind, _, what = name.partition(" ")
+        if kind == "twins":
+            return compile_twins()
+        if kind == "agreement":
+            return check_agreement(machine, self._checkpoint(what))
+        if kind == "graphs":
+            return check_graphs(machine, self._checkpoint("clear_llama"))
+        if kind == "emulator":
+            return check_emulator(machine, self._checkpoint("clear_llama"))
+        if kind == "load":
+            start = perf_counter()
+            return {"plan": str(self.engine.plan), "seconds": perf_counter() - start}
+        if kind == "step":
+            step = next(step for step in bench.steps if step.name == what)
+            return time_step(machine, self.engine, bench, step)
+        if kind == "generate":
+            work = next(work for work in bench.workloads if str(work) == what)
+            return {"seconds": time_workload(self.engine, work)}
+        if kind == "memory":
+            return check_memory(self.engine)
+        self._close_engine()  # it leaves no memory to what follows
+        if kind == "gemm":
+            product = next(product for product in bench.products if str(product) == what)
+            return time_gemm(machine, product)._asdict()
+        if kind == "swap":
+            return dict(machine.swap_bandwidth())
+        raise ValueError(f"no task {name!r}; tools/gpu_tasks.py names them all")
+
+    @property
+    def engine(self) -> TimedEngine:
+        """Return the engine that is measured."""
+        if self._engine is None:
+            bench = self._bench
+            self._engine = TimedEngine(
+                self._machine,
+                write_model(self._directory("measured"), bench.shape),
+                load_format="dummy",
+                max_num_seqs=bench.max_num_seqs,
+                max_num_batched_tokens=bench.max_num_batched_tokens,
+                max_model_len=bench.max_model_len,
+            )
+        return self._engine
+
+    def _close_engine(self) -> None:
+        if self._engine is not None:
+            self._engine.close()
+            self._engine = None
+
+    def _checkpoint(self, name: str) -> Path:
+        """Return a tiny checkpoint with a tokenizer."""
+        directory = write_clear_model(self._directory(name), CLEAR_CASES[name])
+        write_tiny_tokenizer(directory)
+        return directory
+
+    def _directory(self, name: str) -> Path:
+        directory = Path(self._models.name) / name
+        directory.mkdir(exist_ok=True)
+        return directory
+
+
+def compile_twins() -> dict[str, Any]:
+    """Have Numba compile what an engine and the CPU backend need, so that nobody waits for it later."""
+    for dtype in ("bfloat16", "float16"):
+        CpuBackend(dtype)
+    scheduler = Scheduler(
+        num_blocks=8, block_size=16, max_num_seqs=2, max_num_batched_tokens=16, max_model_len=32
+    )
+    scheduler.warm_up()
+    return {}
