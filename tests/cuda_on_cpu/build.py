@@ -156,11 +156,11 @@ def build(source: Path, mode: str, constants: Mapping[str, Constant]) -> Path:
 
 
 def build_library(source: Path) -> Path:
-    """Return the library of a source that stands alone; EmulatorError if it has errors."""
+    """Return the library of a source that needs no runtime; EmulatorError if it has errors."""
     cache = user_cache_dir() / "cuda_on_cpu"
     cache.mkdir(parents=True, exist_ok=True)
     flags = [*_ALL, *_RUNTIME, "-Wall", "-Werror", "-ffp-contract=off", "-shared"]
-    target = cache / f"{source.stem}-{_key([source], flags)}.so"
+    target = cache / f"{source.stem}-{_key(_included(source), flags)}.so"
     if target.exists():
         os.utime(target)
         return target

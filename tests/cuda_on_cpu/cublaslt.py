@@ -12,7 +12,7 @@ SOURCE = Path(__file__).parent / "cublaslt.cpp"
 
 
 class _Matmul(ctypes.Structure):
-    """All that a call was told, as struct Matmul of cublaslt.cpp."""
+    """All that a call was told, as struct Matmul of cublaslt_product.h."""
 
     _fields_ = (
         *((name, ctypes.c_uint64) for name in ("m", "n", "k")),
