@@ -50,9 +50,7 @@ class CudaMemory:
     def __init__(self, device: Device, max_in_flight: int) -> None:
         """Allocate nothing yet."""
         self._device = device
-        self._kept = (
-            max_in_flight + 1
-        )  # steps whose pinned memory is not used anew: those under way, the next
+        self._kept = max_in_flight + 1  # steps that have pinned memory of their own
         self._memory = DeviceMemory(device)
         self._weights, self.arena = Arena(self._memory), Arena(self._memory)
         self._most_fetched = self._fetched = 0  # bytes of a step, counted while measuring

@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from cupaged.backend.base import Array, Backend, KVCacheView, MemoryUse
+from cupaged.backend.base import Array, Backend, KVCacheView, Limits, MemoryUse
 from cupaged.backend.cpu import CpuBackend
 from cupaged.backend.cuda import MODULES_RESERVE, CudaBackend, choose_dtype, create_cuda_backend
-from cupaged.batch import Batch, Count, Flag
+from cupaged.batch import Batch, Count, Flag, padding_batch
 from cupaged.config import EngineConfig, ModelConfig
 from tests.backend.cuda_steps import LIMITS, VOCAB_SIZE, copy_batch, create_batch, random
 from tests.cuda_on_cpu.gpu import EmulatedGpu
@@ -51,7 +51,9 @@ class Loaded(NamedTuple):
     step: Step
 
 
-def load(backend: Backend, batches: Sequence[Batch], build: Build, operate: Operate) -> Loaded:
+def load(
+    backend: Backend, batches: Sequence[Batch], build: Build, operate: Operate, *, limits: Limits = LIMITS
+) -> Loaded:
     """Plan for steps of `batches`, load what `build` does, and return what runs `operate` in a step."""
 
     def begin(batch: Batch, built: tuple[Any, ...]) -> list[Callable[[], NDArray[Any]]]:
@@ -65,8 +67,8 @@ def load(backend: Backend, batches: Sequence[Batch], build: Build, operate: Oper
         for batch in batches:
             begin(batch, built)
 
-    use = backend.measure(LIMITS, rehearse)
-    backend.allocate(LIMITS, use)
+    use = backend.measure(limits, rehearse)
+    backend.allocate(limits, use)
     built = build(backend)
 
     def step(batch: Batch) -> list[NDArray[Any]]:
@@ -228,11 +230,11 @@ def test_attention_of_chunks_then_decodes(dtype: str, attention: Attention) -> N
 class TestSteps:
     """Steps of attention, eager and by graphs."""
 
-    def load(self, gpu: EmulatedGpu, *, enforce_eager: bool = False) -> Step:
+    def load(self, gpu: EmulatedGpu, *, enforce_eager: bool = False, limits: Limits = LIMITS) -> Step:
         """Return what runs a step in which nothing new may be made, and returns a row for each sequence."""
         attention = Attention(with_sinks=True)
         backend = CudaBackend(gpu, "bfloat16", enforce_eager=enforce_eager)
-        step = load(backend, CHUNKS, attention.build, attention.operate).step
+        step = load(backend, CHUNKS, attention.build, attention.operate, limits=limits).step
         gpu.freeze()
         return lambda batch: [array[: batch.num_seqs] for array in step(batch)]
 
@@ -261,6 +263,18 @@ class TestSteps:
             gpu.launches.clear()
             step(batch)
             assert "paged_decode" in gpu.launches
+
+    def test_decodes_that_share_too_many_blocks_for_a_graph_run_in_several_launches(self) -> None:
+        gpu = EmulatedGpu()
+        limits = LIMITS._replace(seq_len=1024)  # two splits each, of 16 for 8 sequences; the cache makes 9
+        shared = padding_batch(5, 5, num_decodes=5, num_logits=5, table_width=64)
+        shared.seq_lens[:], shared.block_tables[:], shared.logit_index[:] = 1024, 0, range(5)
+        step = self.load(gpu, limits=limits)
+        gpu.launches.clear()
+
+        step(shared)
+
+        assert gpu.launches.count("paged_decode") == 2
 
     def test_copied_blocks_hold_what_the_first_ones_do(self) -> None:
         one, other = (self.load(EmulatedGpu(), enforce_eager=True) for _ in range(2))
