@@ -137,7 +137,8 @@ def tolerance(model_dir: Path) -> float:
     A rounding moves a value by an error that is uniform within the unit, the squares of independent errors
     add up, and the sum of so many is normal. Norms keep the error in proportion, and so the logits have it,
     whose spread is what random weights make of a random vector. Weights that are rounded are no error: both
-    backends read the same ones.
+    backends read the same ones. Seen in the emulator: the largest differences were 0.49 to 0.75 of this, over
+    six seeds of each of CLEAR_CASES.
     """
     model = load_model_config(model_dir)
     return LARGEST_DEVIATION * UNITS[model.dtype] * sqrt(ROUNDINGS * model.num_layers / 3)

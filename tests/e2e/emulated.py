@@ -25,10 +25,14 @@ def create_emulated(
 
 
 def create_engine(
-    model_dir: Path, *, backend_class: type[CudaBackend] = CudaBackend, **options: Any
+    model_dir: Path,
+    *,
+    gpu: EmulatedGpu | None = None,
+    backend_class: type[CudaBackend] = CudaBackend,
+    **options: Any,
 ) -> LLMEngine:
     """Return an engine whose emulated GPU refuses to make anything new on a step's path."""
-    gpu = EmulatedGpu(memory=MEMORY)
+    gpu = gpu or EmulatedGpu(memory=MEMORY)
     create_backend = partial(create_emulated, gpu=gpu, backend_class=backend_class)
     config = EngineConfig.create(model_dir, **options)
     engine = LLMEngine(config, create_executor=partial(UniprocExecutor, create_backend=create_backend))
