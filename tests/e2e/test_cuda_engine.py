@@ -31,7 +31,7 @@ def generate(engine: LLMEngine) -> list[list[int]]:
     """Return the tokens that follow each of PROMPTS."""
     for i, prompt in enumerate(PROMPTS):
         engine.add_request(str(i), prompt, PARAMS)
-    token_ids = {}
+    token_ids: dict[str, list[int]] = {}
     while engine.has_unfinished():
         token_ids |= {output.request_id: output.outputs[0].token_ids for output in engine.step()}
     return [token_ids[str(i)] for i in range(len(PROMPTS))]
