@@ -41,7 +41,14 @@ class MemoryPlan:
 
     def __str__(self) -> str:
         unit, name = (2**30, "GiB") if self.total >= 2**30 else (2**20, "MiB")
-        parts = {**self.use._asdict(), "KV cache": self.num_blocks * self.block_bytes}
+        use = self.use
+        parts = {
+            "weights": use.weights,
+            "workspace": use.workspace,
+            "activations": use.activations,
+            "driver's modules and graphs": use.reserve,
+            "KV cache": self.num_blocks * self.block_bytes,
+        }
         total, available = self.total / unit, self.available / unit
         return (
             f"memory in {name}: "

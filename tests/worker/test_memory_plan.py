@@ -100,15 +100,30 @@ def test_limits_are_the_largest_step_and_cache_that_there_can_be() -> None:
 def test_the_plan_is_one_line_of_all_its_parts() -> None:
     made = MemoryPlan(
         limits=Limits(num_tokens=64, num_seqs=2, seq_len=20, block_size=16, num_slots=64),
-        use=MemoryUse(weights=3 << 30, workspace=1 << 29, activations=1 << 28, reserve=0),
+        use=MemoryUse(weights=3 << 30, workspace=1 << 29, activations=1 << 28, reserve=1 << 27),
         num_blocks=64,
         block_bytes=1 << 24,
         available=8 << 30,
     )
 
     assert str(made) == (
-        "memory in GiB: weights 3.000 + workspace 0.500 + activations 0.250 + KV cache 1.000 = 4.750 of "
-        "8.000 free; 64 KV blocks hold 1024 tokens, a sequence at most 20"
+        "memory in GiB: weights 3.000 + workspace 0.500 + activations 0.250 + driver's modules and graphs "
+        "0.125 + KV cache 1.000 = 4.875 of 8.000 free; 64 KV blocks hold 1024 tokens, a sequence at most 20"
+    )
+
+
+def test_the_plan_of_a_small_model_is_in_smaller_units_without_parts_that_are_nothing() -> None:
+    made = MemoryPlan(
+        limits=Limits(num_tokens=64, num_seqs=2, seq_len=20, block_size=16, num_slots=64),
+        use=MemoryUse(weights=3 << 20, workspace=0, activations=1 << 18, reserve=0),
+        num_blocks=64,
+        block_bytes=1 << 14,
+        available=8 << 30,
+    )
+
+    assert str(made) == (
+        "memory in MiB: weights 3.000 + activations 0.250 + KV cache 1.000 = 4.250 of 8192.000 free; 64 KV "
+        "blocks hold 1024 tokens, a sequence at most 20"
     )
 
 
