@@ -45,11 +45,9 @@ DTYPES: dict[str, np.dtype[Any]] = {
     "bfloat16": np.dtype(ml_dtypes.bfloat16),
     "float16": np.dtype(np.float16),
 }
-# What the driver takes for itself, in bytes: estimates, which warm_up checks.
-MODULES_RESERVE = (
-    256 << 20
-)  # code of our kernels and of cublasLt's, and allocations rounded to pages of 2 MiB
-GRAPH_RESERVE = 2 << 20  # each recorded step
+# What the driver takes for itself, in bytes: estimates, no GPU has been asked yet. warm_up checks them.
+MODULES_RESERVE = 256 << 20  # code of our kernels and of cublasLt's, memory rounded up to pages of 2 MiB
+GRAPH_RESERVE = 2 << 20  # each recorded step, of some 300 launches
 
 
 class CudaBackend:
