@@ -69,10 +69,19 @@ def check_memory(engine: TimedEngine) -> dict[str, Any]:
     planned = [use.weights, use.workspace, use.activations, plan.num_blocks * plan.block_bytes]
     if sorted(backend.allocations) != sorted(planned):
         raise ValueError(f"{backend.allocations} bytes were allocated, but {planned} were planned")
-    driver = backend.driver_bytes()
+    driver, before = backend.driver_bytes(), backend.driver_bytes_before
+    without_graphs, num_graphs = before[1] if len(before) > 1 else driver, len(before) - 1
     if driver > use.reserve:
         raise ValueError(
-            f"modules, graphs and what else the driver keeps take {driver} bytes, but the plan has a reserve "
-            f"of {use.reserve} for them; raise it in cupaged/backend/cuda.py"
+            f"modules, graphs and what else the driver keeps take {driver} bytes, {without_graphs} before there "
+            f"were {num_graphs} graphs, but the plan has a reserve of {use.reserve} for them; raise it in "
+            "cupaged/backend/cuda.py"
         )
-    return {"plan": str(plan), "planned_bytes": planned, "driver_bytes": driver, "reserve_bytes": use.reserve}
+    return {
+        "plan": str(plan),
+        "planned_bytes": planned,
+        "driver_bytes": driver,
+        "driver_bytes_without_graphs": without_graphs,
+        "num_graphs": num_graphs,
+        "reserve_bytes": use.reserve,
+    }

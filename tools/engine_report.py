@@ -113,7 +113,8 @@ def engine_lines(engine: Row) -> list[str]:
     if memory := engine["memory"]:
         lines.append(
             f"allocated as planned, to the byte; the driver keeps {memory['driver_bytes'] >> 20} MiB of a "
-            f"reserve of {memory['reserve_bytes'] >> 20}"
+            f"reserve of {memory['reserve_bytes'] >> 20}, of them "
+            f"{memory['driver_bytes_without_graphs'] >> 20} before it had {memory['num_graphs']} graphs"
         )
     if swap := engine["swap"]:
         rates = ", ".join(f"{name} {rate / 1e9:.1f}" for name, rate in swap.items())

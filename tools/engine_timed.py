@@ -26,10 +26,10 @@ from tools.engine_model import FIRST_TOKEN, Workload
 from tools.machine import Machine, Mark
 
 
-def backend_creator(machine: Machine) -> Callable[[EngineConfig, str], Backend]:
+def backend_creator(machine: Machine) -> Callable[[EngineConfig, str], CudaBackend]:
     """Return what makes the product's backend on the machine's GPU."""
 
-    def create(config: EngineConfig, checkpoint_dtype: str) -> Backend:
+    def create(config: EngineConfig, checkpoint_dtype: str) -> CudaBackend:
         return CudaBackend(machine.gpu(), checkpoint_dtype, enforce_eager=config.enforce_eager)
 
     return create
@@ -38,14 +38,24 @@ def backend_creator(machine: Machine) -> Callable[[EngineConfig, str], Backend]:
 class MarkedBackend:
     """A backend that marks the beginning of each step, and can leave its graphs out for a while."""
 
-    def __init__(self, backend: Backend, mark: Callable[[], Mark]) -> None:
+    def __init__(self, backend: CudaBackend, mark: Callable[[], Mark]) -> None:
         self._backend, self._mark = backend, mark
         self.is_eager = False
         self.begin: Mark = None  # of the last step
+        self.driver_bytes_before: list[int] = []  # each step of warm_up: the first, then one a graph
 
     def __getattr__(self, name: str) -> Any:
         """Return all else as the backend has it."""
         return getattr(self._backend, name)
+
+    def warm_up(self, step: Callable[[Batch], Any]) -> None:
+        """Warm up, and note how the driver's memory grows."""
+
+        def noted(batch: Batch) -> Any:
+            self.driver_bytes_before.append(self._backend.driver_bytes())
+            return step(batch)
+
+        self._backend.warm_up(noted)
 
     def upload(self, batch: Batch) -> Batch:
         """Upload, and mark."""

@@ -19,7 +19,7 @@ from cupaged.backend.cupy_device import CudaDevice
 from cupaged.kernels.compile import compile_kernels
 from cupaged.kernels.launch import SOURCES, Array
 from cupaged.kernels.nvrtc import nvrtc
-from tools.gpu_peers import import_torch, load_transformers, time_sdpa, torch_version
+from tools.gpu_peers import import_torch, load_transformers, time_sdpa, version_of
 from tools.gpu_specs import ARCHITECTURES, blocks_per_sm
 from tools.kernel_cases.case import Attention, Case, HostArrays, Maker, Shape
 from tools.kernel_cases.launches import instances
@@ -39,6 +39,7 @@ COPY_BYTES = 4 << 30
 MATMUL_SIZE = 8192  # rows and columns, of which an H200 was seen to do 790 TFLOP/s through PyTorch
 NUM_SWAP_REPEATS = 5  # the best counts
 CHUNK = 1 << 22  # random numbers that all large arrays are made of
+PACKAGES = ("nvidia-cublas", "numpy", "numba", "torch", "transformers")  # whose versions may matter
 STATE = ("clocks.sm", "clocks.mem", "power.draw", "temperature.gpu", "clocks_event_reasons.active")
 
 
@@ -105,7 +106,7 @@ class GpuMachine:
             "driver": f"CUDA {runtime.driverGetVersion()}",
             "CuPy": f"{self._cupy.__version__}, CUDA {runtime.runtimeGetVersion()}",
             "NVRTC": ".".join(map(str, nvrtc().version)),
-            "torch": torch_version(),
+            **{package: version_of(package) for package in PACKAGES},
         }
 
     def prepare(self, cases: Sequence[Case]) -> int:

@@ -17,10 +17,10 @@ from tools.machine import NUM_REPEATS, Generate, Times, calls_of_a_graph, repeat
 NUM_RUNS = 2  # of a workload, the best counts
 
 
-def torch_version() -> str:
-    """Return torch's version without importing it, which takes seconds."""
+def version_of(package: str) -> str:
+    """Return a package's version without importing it, which takes seconds of torch."""
     try:
-        return importlib.metadata.version("torch")
+        return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
         return "not installed"
 

@@ -99,6 +99,7 @@ OTHERS = 0.5
 STARTING = 3.0  # a process
 PATIENCE = 4.0  # a task that takes so many times as long is given up,
 SHORTEST = 20.0  # but not before so many seconds
+NEED_ENGINE = ("step", "generate", "memory")  # and load it anew where an error ended the process before
 
 
 def planned_seconds(task: str) -> float:
@@ -108,7 +109,8 @@ def planned_seconds(task: str) -> float:
 
 def limit_seconds(task: str) -> float:
     """Return after how long a task is given up."""
-    return max(SHORTEST, PATIENCE * planned_seconds(task))
+    limit = max(SHORTEST, PATIENCE * planned_seconds(task))
+    return limit + planned_seconds("load engine") if kind_of(task) in NEED_ENGINE else limit
 
 
 def total_seconds(planned: list[Part]) -> float:

@@ -101,7 +101,12 @@ def test_lines_say_what_was_checked() -> None:
         "agreement clear_llama": {"agreement": "agrees: 176 positions"},
         "graphs": {"num_tokens": 64},
         "load engine": {"seconds": 21.0, "plan": "memory in MiB"},
-        "memory": {"driver_bytes": 300 << 20, "reserve_bytes": 400 << 20},
+        "memory": {
+            "driver_bytes": 300 << 20,
+            "driver_bytes_without_graphs": 100 << 20,
+            "num_graphs": 133,
+            "reserve_bytes": 400 << 20,
+        },
         "swap bandwidth": {"to_host": 50e9, "both": 83e9},
     }
 
@@ -110,7 +115,7 @@ def test_lines_say_what_was_checked() -> None:
     assert "agreement clear_llama: agrees: 176 positions" in text
     assert "every bit of 64 tokens" in text
     assert "loaded in 21.0 s; memory in MiB" in text
-    assert "the driver keeps 300 MiB of a reserve of 400" in text
+    assert "the driver keeps 300 MiB of a reserve of 400, of them 100 before it had 133 graphs" in text
     assert "swap, GB/s: to_host 50.0, both 83.0" in text
 
 

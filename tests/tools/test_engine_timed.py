@@ -7,7 +7,7 @@ from typing import Any, cast
 
 import pytest
 
-from cupaged.backend.base import Backend
+from cupaged.backend.cuda import CudaBackend
 from cupaged.backend.device import Device
 from cupaged.batch import Batch
 from tools.emulated_machine import EmulatedMachine
@@ -76,7 +76,7 @@ class Seam:
 
 @pytest.mark.parametrize(("is_eager", "result"), [(False, "replayed"), (True, "launched")])
 def test_graphs_are_left_out_on_demand(is_eager: bool, result: str) -> None:
-    backend = MarkedBackend(cast(Backend, Seam()), lambda: None)
+    backend = MarkedBackend(cast(CudaBackend, Seam()), lambda: None)
     backend.is_eager = is_eager
 
     assert backend.run_forward(cast(Batch, None), lambda: "launched") == result
@@ -85,7 +85,7 @@ def test_graphs_are_left_out_on_demand(is_eager: bool, result: str) -> None:
 def test_step_begins_behind_the_upload() -> None:
     order: list[str] = []
     seam = SimpleNamespace(upload=order.append)
-    backend = MarkedBackend(cast(Backend, seam), lambda: order.append("mark"))
+    backend = MarkedBackend(cast(CudaBackend, seam), lambda: order.append("mark"))
 
     backend.upload(cast(Batch, "upload"))
 
@@ -93,7 +93,15 @@ def test_step_begins_behind_the_upload() -> None:
 
 
 def test_all_else_is_the_backends_own() -> None:
-    assert MarkedBackend(cast(Backend, Seam()), lambda: None).name == "some"
+    assert MarkedBackend(cast(CudaBackend, Seam()), lambda: None).name == "some"
+
+
+def test_driver_memory_is_noted_before_the_first_step_and_each_graph(engine: TimedEngine) -> None:
+    before = engine.executor.backend.driver_bytes_before
+
+    # One for 1, 2 and 4 sequences; the smallest block table does for 64 tokens.
+    assert len(before) == 1 + 3
+    assert before == sorted(before)
 
 
 class Remembering(EmulatedMachine):

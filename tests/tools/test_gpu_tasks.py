@@ -44,8 +44,12 @@ def test_all_should_be_done_in_time(kernels_only: bool) -> None:
 
 
 def test_a_task_has_more_time_than_it_should_need() -> None:
-    for task in [*cases_by_task(False), "load engine", "twins"]:
+    for task in [*cases_by_task(False), "load engine", "twins", "memory"]:
         assert limit_seconds(task) >= max(20, 4 * planned_seconds(task))
+
+
+def test_a_task_may_load_the_engine_anew() -> None:
+    assert limit_seconds("step 8b-decode-1x1024") >= 20 + planned_seconds("load engine")
 
 
 def test_a_dry_run_has_a_task_of_every_kind_but_the_emulator() -> None:
