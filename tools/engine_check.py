@@ -73,8 +73,8 @@ def check_memory(engine: TimedEngine) -> dict[str, Any]:
     without_graphs, num_graphs = before[1] if len(before) > 1 else driver, len(before) - 1
     if driver > use.reserve:
         raise ValueError(
-            f"modules, graphs and what else the driver keeps take {driver} bytes, {without_graphs} before there "
-            f"were {num_graphs} graphs, but the plan has a reserve of {use.reserve} for them; raise it in "
+            f"modules, graphs and what else the driver keeps take {driver} bytes, {without_graphs} of them "
+            f"before there were {num_graphs} graphs, but the plan has a reserve of {use.reserve}; raise it in "
             "cupaged/backend/cuda.py"
         )
     return {
