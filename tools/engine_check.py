@@ -45,21 +45,24 @@ def _held(model_dir: Path, lead: Trace, trace: Trace) -> dict[str, Any]:
 def check_graphs(machine: Machine, model_dir: Path) -> dict[str, Any]:
     """Compare what requests get with CUDA graphs and without: tokens and log-probabilities, every bit."""
     given = [_generate(machine, model_dir, enforce_eager=is_eager) for is_eager in (False, True)]
-    for i, (with_graphs, without) in enumerate(zip(*given, strict=True)):
-        if with_graphs != without:
-            raise ValueError(f"request {i} gets {with_graphs} with CUDA graphs and {without} without")
-    return {"num_tokens": sum(len(token_ids) for token_ids, _ in given[0])}
+    for i, both in enumerate(zip(*given, strict=True)):
+        for place, (with_graphs, without) in enumerate(zip(*both, strict=True)):
+            if with_graphs != without:
+                raise ValueError(
+                    f"request {i} gets {with_graphs} at {place} with CUDA graphs and {without} without"
+                )
+    return {"num_tokens": sum(map(len, given[0]))}
 
 
-def _generate(machine: Machine, model_dir: Path, **options: Any) -> list[tuple[list[int], Any]]:
-    """Return the tokens and log-probabilities of each request."""
+def _generate(machine: Machine, model_dir: Path, **options: Any) -> list[list[tuple[int, Any]]]:
+    """Return the tokens of each request, each with its log-probabilities."""
     engine = TimedEngine(machine, model_dir, max_model_len=96, max_num_seqs=16, **options)
     for i, work in enumerate(GRAPH_WORKLOADS):
         engine.add(work, temperature=i % 2, logprobs=5)
     outputs = [output.outputs[0] for output in engine.run()]
     check_memory(engine)
     engine.close()
-    return [(output.token_ids, output.logprobs) for output in outputs]
+    return [list(zip(output.token_ids, output.logprobs or [], strict=True)) for output in outputs]
 
 
 def check_memory(engine: TimedEngine) -> dict[str, Any]:
@@ -74,8 +77,8 @@ def check_memory(engine: TimedEngine) -> dict[str, Any]:
     if driver > use.reserve:
         raise ValueError(
             f"modules, graphs and what else the driver keeps take {driver} bytes, {without_graphs} of them "
-            f"before there were {num_graphs} graphs, but the plan has a reserve of {use.reserve}; raise it in "
-            "cupaged/backend/cuda.py"
+            f"before there were {num_graphs} graphs, but the plan has a reserve of {use.reserve}; "
+            "raise it in cupaged/backend/cuda.py"
         )
     return {
         "plan": str(plan),

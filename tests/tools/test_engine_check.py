@@ -58,12 +58,14 @@ def test_graphs_give_the_same_bits(model: Path) -> None:
 
 
 def test_another_log_probability_with_graphs_is_found(monkeypatch: pytest.MonkeyPatch, model: Path) -> None:
-    def generate(*_: Any, enforce_eager: bool) -> list[tuple[list[int], Any]]:
-        return [([3], None), ([4, 5], [-0.25 if enforce_eager else -0.5])]
+    def generate(*_: Any, enforce_eager: bool) -> list[list[tuple[int, float]]]:
+        return [[(3, -1.0)], [(4, -1.0), (5, -0.25 if enforce_eager else -0.5)]]
 
     monkeypatch.setattr(engine_check, "_generate", generate)
 
-    with pytest.raises(ValueError, match=r"request 1 gets .* with CUDA graphs and .* without"):
+    with pytest.raises(
+        ValueError, match=r"request 1 gets \(5, -0.5\) at 1 with CUDA graphs and \(5, -0.25\) without"
+    ):
         check_graphs(EmulatedMachine(), model)
 
 
