@@ -10,11 +10,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from cupaged.backend.device import Device
 from cupaged.kernels import launch
 from cupaged.kernels.launch import Array
 from tools.kernel_cases.case import Attention, Case, HostArrays, Maker, Shape
-from tools.machine import SWAP_BYTES, Generate, Mark, Times, summarize
+from tools.machine import SWAP_BYTES, CountedDevice, Generate, Mark, Times, summarize
 
 
 class GpuArrays(HostArrays):
@@ -88,11 +87,11 @@ class EmulatedMachine:
             "to_host": SWAP_BYTES / gpu.seconds(lambda: gpu.to_host(host, memory)),
         }
 
-    def gpu(self) -> Device:
+    def gpu(self) -> CountedDevice:
         from tests.cuda_on_cpu.gpu import EmulatedGpu
 
         self._gpu = EmulatedGpu()
-        device: Device = self._gpu
+        device: CountedDevice = self._gpu
         return device
 
     def gpu_maker(self) -> Maker:

@@ -6,18 +6,31 @@ from typing import Any
 
 import numpy as np
 
-from tools.agreement import Trace, compare, follow, reference, tolerance
+from cupaged.backend.base import Backend
+from cupaged.backend.cuda import CudaBackend
+from cupaged.config import EngineConfig
+from tools.agreement import CreateBackend, Trace, compare, follow, reference, tolerance
 from tools.engine_model import Workload
-from tools.engine_timed import TimedEngine, backend_creator
+from tools.engine_timed import TimedEngine
 from tools.machine import Machine
 
 # Of several lengths, sampled and greedy, all at once: decodes of 1 to 9 sequences, beside prefills and alone.
 GRAPH_WORKLOADS = [Workload(1 + i % 3, length, 5 + i) for i, length in enumerate((3, 17, 40, 1, 64))]
 
 
+def backend_creator(machine: Machine) -> CreateBackend:
+    """Return what makes the product's backend on the machine's GPU."""
+
+    def create(config: EngineConfig, checkpoint_dtype: str) -> Backend:
+        return CudaBackend(machine.gpu(), checkpoint_dtype, enforce_eager=config.enforce_eager)
+
+    return create
+
+
 def check_agreement(machine: Machine, model_dir: Path) -> dict[str, Any]:
     """Hold the device, with CUDA graphs and without, to the CPU backend, and with them to itself without."""
-    lead, create = reference(model_dir), backend_creator(machine)
+    lead = reference(model_dir)
+    create = backend_creator(machine)
     traces = [follow(model_dir, lead, create, enforce_eager=is_eager) for is_eager in (False, True)]
     if not np.array_equal(traces[0].logits, traces[1].logits):
         raise ValueError("logits with CUDA graphs are not those without")
@@ -70,8 +83,9 @@ def check_memory(engine: TimedEngine) -> dict[str, Any]:
     plan, backend = engine.plan, engine.executor.backend
     use = plan.use
     planned = [use.weights, use.workspace, use.activations, plan.num_blocks * plan.block_bytes]
-    if sorted(backend.allocations) != sorted(planned):
-        raise ValueError(f"{backend.allocations} bytes were allocated, but {planned} were planned")
+    allocated = engine.executor.allocations
+    if sorted(allocated) != sorted(planned):
+        raise ValueError(f"{allocated} bytes were allocated, but {planned} were planned")
     driver, before = backend.driver_bytes(), backend.driver_bytes_before
     without_graphs, num_graphs = before[1] if len(before) > 1 else driver, len(before) - 1
     if driver > use.reserve:

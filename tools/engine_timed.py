@@ -26,15 +26,6 @@ from tools.engine_model import FIRST_TOKEN, Workload
 from tools.machine import Machine, Mark
 
 
-def backend_creator(machine: Machine) -> Callable[[EngineConfig, str], CudaBackend]:
-    """Return what makes the product's backend on the machine's GPU."""
-
-    def create(config: EngineConfig, checkpoint_dtype: str) -> CudaBackend:
-        return CudaBackend(machine.gpu(), checkpoint_dtype, enforce_eager=config.enforce_eager)
-
-    return create
-
-
 class MarkedBackend:
     """A backend that marks the beginning of each step, and can leave its graphs out for a while."""
 
@@ -84,14 +75,20 @@ class TimedExecutor(UniprocExecutor):
 
     def __init__(self, machine: Machine, config: EngineConfig, model_dir: Path) -> None:
         """Load the model."""
-        self._machine = machine
-        self._create = backend_creator(machine)
+        self._machine, self._device = machine, machine.gpu()
+        self._num_before = len(self._device.allocations)
         self.steps: list[TimedStep] = []
         super().__init__(config, model_dir, create_backend=self._create_backend)
 
     def _create_backend(self, config: EngineConfig, checkpoint_dtype: str) -> Backend:
-        self.backend = MarkedBackend(self._create(config, checkpoint_dtype), self._machine.mark)
+        backend = CudaBackend(self._device, checkpoint_dtype, enforce_eager=config.enforce_eager)
+        self.backend = MarkedBackend(backend, self._machine.mark)
         return cast(Backend, self.backend)
+
+    @property
+    def allocations(self) -> list[int]:
+        """Return the bytes of each allocation on the device for this engine."""
+        return self._device.allocations[self._num_before :]
 
     def submit(self, batch: Batch) -> StepHandle:
         """Begin the step and note it."""

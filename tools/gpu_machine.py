@@ -87,11 +87,23 @@ class DeviceArrays:
         return array
 
 
+class CountedGpu(CudaDevice):
+    """A GPU that notes the bytes of each allocation."""
+
+    def __init__(self, sources: Path = SOURCES) -> None:
+        super().__init__(sources)
+        self.allocations: list[int] = []
+
+    def allocate(self, num_bytes: int) -> Array:
+        self.allocations.append(num_bytes)
+        return super().allocate(num_bytes)
+
+
 class GpuMachine:
     """CuPy's current GPU."""
 
     def __init__(self) -> None:
-        device = CudaDevice()
+        device = CountedGpu()
         self._devices = {SOURCES: device}
         self._cupy = device.cupy
         self.maker = DeviceArrays(device.cupy)
@@ -149,9 +161,9 @@ class GpuMachine:
             return {"nvidia-smi": f"says nothing: {error}"}
         return dict(zip(STATE, (value.strip() for value in said.split(",")), strict=False))
 
-    def device(self, sources: Path) -> CudaDevice:
+    def device(self, sources: Path) -> CountedGpu:
         if sources not in self._devices:
-            self._devices[sources] = CudaDevice(sources)
+            self._devices[sources] = CountedGpu(sources)
         return self._devices[sources]
 
     def to_device(self, array: NDArray[Any]) -> Array:
@@ -227,7 +239,7 @@ class GpuMachine:
             for name, names in asked.items()
         }
 
-    def gpu(self) -> CudaDevice:
+    def gpu(self) -> CountedGpu:
         return self._devices[SOURCES]
 
     def gpu_maker(self) -> Maker:

@@ -37,6 +37,12 @@ class Times(NamedTuple):
     num_sets: int  # of arrays, used in turn
 
 
+class CountedDevice(Device, Protocol):
+    """A device that notes the bytes of each allocation, in order."""
+
+    allocations: list[int]
+
+
 class Machine(Protocol):
     """Runs and times kernels."""
 
@@ -81,7 +87,7 @@ class Machine(Protocol):
         "to_host", "to_device", and "both" at once on two streams.
         """
 
-    def gpu(self) -> Device:
+    def gpu(self) -> CountedDevice:
         """Return the device that an engine may run on, with all its memory."""
 
     def gpu_maker(self) -> Maker:

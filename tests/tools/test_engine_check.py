@@ -27,11 +27,10 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def loaded(allocations: list[int], driver: int) -> TimedEngine:
     """Return an engine whose plan is USE and 3 blocks of 64 bytes."""
-    backend = SimpleNamespace(
-        allocations=allocations, driver_bytes=lambda: driver, driver_bytes_before=[30, 40, 60, 80]
-    )
+    backend = SimpleNamespace(driver_bytes=lambda: driver, driver_bytes_before=[30, 40, 60, 80])
+    executor = SimpleNamespace(backend=backend, allocations=allocations)
     plan = SimpleNamespace(use=USE, num_blocks=3, block_bytes=64)
-    return cast(TimedEngine, SimpleNamespace(plan=plan, executor=SimpleNamespace(backend=backend)))
+    return cast(TimedEngine, SimpleNamespace(plan=plan, executor=executor))
 
 
 def test_memory_as_planned() -> None:

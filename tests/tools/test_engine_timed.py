@@ -8,11 +8,11 @@ from typing import Any, cast
 import pytest
 
 from cupaged.backend.cuda import CudaBackend
-from cupaged.backend.device import Device
 from cupaged.batch import Batch
 from tools.emulated_machine import EmulatedMachine
 from tools.engine_model import TINY, Workload, write_model
 from tools.engine_timed import MarkedBackend, TimedEngine
+from tools.machine import CountedDevice
 
 
 @pytest.fixture(scope="module")
@@ -104,12 +104,23 @@ def test_driver_memory_is_noted_before_the_first_step_and_each_graph(engine: Tim
     assert before == sorted(before)
 
 
+def test_allocations_are_those_of_the_engine_alone(tmp_path: Path) -> None:
+    machine = Remembering()
+    engine = TimedEngine(
+        machine, write_model(tmp_path, TINY.shape), load_format="dummy", max_num_seqs=2, max_model_len=32
+    )
+    machine.last.allocate(7)
+
+    assert len(engine.executor.allocations) == 4 + 1
+    assert engine.executor.allocations[-1] == 7
+
+
 class Remembering(EmulatedMachine):
     """A machine that keeps the last GPU that it gave."""
 
-    last: Device
+    last: CountedDevice
 
-    def gpu(self) -> Device:
+    def gpu(self) -> CountedDevice:
         self.last = super().gpu()
         return self.last
 

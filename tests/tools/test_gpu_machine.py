@@ -58,7 +58,7 @@ class Memory:
 
 
 class Device:
-    """CudaDevice: every launch takes CALL_SECONDS."""
+    """A GPU: every launch takes CALL_SECONDS."""
 
     arch = "sm_90"
 
@@ -88,7 +88,7 @@ class Device:
 @pytest.fixture
 def machine(monkeypatch: pytest.MonkeyPatch) -> GpuMachine:
     """An H200 whose every launch takes CALL_SECONDS."""
-    monkeypatch.setattr("tools.gpu_machine.CudaDevice", Device)
+    monkeypatch.setattr("tools.gpu_machine.CountedGpu", Device)
     return GpuMachine()
 
 
