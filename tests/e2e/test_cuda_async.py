@@ -153,8 +153,8 @@ SMALL: dict[str, Any] = {"num_blocks": 8, "max_num_batched_tokens": 24}
 def test_async_scheduling_changes_nothing_where_steps_are_cut_in_other_ways(
     tmp_path: Path, cases: list[Case]
 ) -> None:
-    # What is preempted, and where a chunk ends, hangs on who still runs. With over 16 heads a KV head, decodes
-    # go through the kernel of prefills, where a token has the same bits in any chunk.
+    # What is preempted, and where a chunk ends, hangs on who still runs. With over 16 heads a KV head,
+    # decodes go through the kernel of prefills, where a token has the same bits in any chunk.
     heads = {"num_attention_heads": 17, "num_key_value_heads": 1}
     write_clear_model(tmp_path, CLEAR_CASES["clear_llama"] | heads)
     write_tiny_tokenizer(tmp_path)
