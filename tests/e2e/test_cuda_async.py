@@ -15,7 +15,8 @@ from cupaged.models import load_model_config
 from cupaged.outputs import CompletionOutput, Logprobs
 from cupaged.sampling_params import RequestOutputKind
 from cupaged.worker.kv_cache import block_bytes
-from tests.e2e.emulated import create_engine
+from tests.cuda_on_cpu.gpu import EmulatedGpu
+from tests.e2e.emulated import MEMORY, create_engine
 from tools.make_tiny_model import CLEAR_CASES, write_clear_model, write_tiny_tokenizer
 
 NUM_REQUESTS = 16
@@ -139,10 +140,13 @@ def test_requests_end_in_every_way(expected: Run) -> None:
 
 
 @pytest.mark.parametrize("aborts", [False, True])
+@pytest.mark.parametrize("deferred", [False, True], ids=["quick GPU", "late GPU"])
 def test_async_scheduling_changes_nothing(
-    model_dir: Path, cases: list[Case], expected: Run, aborts: bool
+    model_dir: Path, cases: list[Case], expected: Run, aborts: bool, deferred: bool
 ) -> None:
-    made = generate(model_dir, cases, aborts=aborts)
+    gpu = EmulatedGpu(memory=MEMORY, deferred=deferred)  # has done all at once, or nothing before it must
+
+    made = generate(model_dir, cases, aborts=aborts, gpu=gpu)
 
     assert made.results == expected.results
 
