@@ -8,7 +8,8 @@ batches and preemption, and its logits are held to the reference's wherever a to
     the sampled token is the reference's wherever the reference's two largest logits lie further apart than
     twice the tolerance, and they lie nearer in at most 2 % of the positions
 
-    print(check_agreement(write_clear_model(directory, CLEAR_CASES["clear_llama"]), device="cuda"))
+    lead = reference(model_dir)  # of make_tiny_model.CLEAR_CASES
+    print(compare(lead, follow(model_dir, lead, device="cuda"), tolerance(model_dir)))
 """
 
 from collections.abc import Callable
@@ -108,14 +109,6 @@ class Recorder:
         """Fetch the logits, also in a rehearsal, so that there is room for them."""
         self.chunks.append(self._backend.fetch(logits))
         self._backend.sample(logits, batch, first, token_ids)
-
-
-def check_agreement(
-    model_dir: Path, create_backend: CreateBackend = create_backend, **options: Any
-) -> Agreement:
-    """Return how a backend agrees with the CPU's; `options` are EngineConfig's."""
-    lead = reference(model_dir)
-    return compare(lead, follow(model_dir, lead, create_backend, **options), tolerance(model_dir))
 
 
 def reference(model_dir: Path) -> Trace:
