@@ -127,7 +127,10 @@ class AsyncEngine:
         self._run_commands()
         for stream in set(self._streams.values()):
             stream.fail(EngineDeadError(reason))
-        self.engine.close()
+        try:
+            self.engine.close()
+        except Exception:  # as a device's that is lost; its memory has been let go all the same
+            logger.exception("the engine failed while it was closed")
 
     def _run_commands(self) -> None:
         while not self._commands.empty():

@@ -105,21 +105,24 @@ class LLMEngine:
         """
         try:
             return self._step()
-        except BaseException:
-            self._reset()
+        except BaseException as error:
+            self._drop_all()
+            try:
+                self.executor.synchronize()  # a step in flight still writes to the KV cache and its results
+            except Exception as failure:  # a device that is lost fails again: what was first is what counts
+                raise error from failure
             raise
 
     def close(self) -> None:
         """Drop all requests and release all memory."""
-        self._reset()
+        self._drop_all()
         self.executor.close()
 
-    def _reset(self) -> None:
+    def _drop_all(self) -> None:
         """Drop all requests and steps; half a step may have gone into the scheduler, so make a new one."""
         self._requests.clear()
         self._in_flight.clear()
         self.scheduler = self._create_scheduler()
-        self.executor.synchronize()  # a step in flight still writes to the KV cache and to its results
 
     def _create_scheduler(self) -> Scheduler:
         return Scheduler(

@@ -111,8 +111,9 @@ class ScriptedExecutor:
             self.run_next()
 
     def close(self) -> None:
-        """Remember that it was closed."""
+        """Wait, and remember that it was closed."""
         self.is_closed = True
+        self.synchronize()
 
     def _execute(self, batch: Batch) -> StepOutput:
         token_ids = np.full((batch.num_seqs, 1), -1, np.int32)
