@@ -3,7 +3,6 @@
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from importlib.util import find_spec
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -12,9 +11,9 @@ from numpy.typing import NDArray
 
 from cupaged.backend.base import Array, Backend, KVCacheView, Limits, MemoryUse
 from cupaged.backend.cpu import CpuBackend
-from cupaged.backend.cuda import MODULES_RESERVE, CudaBackend, choose_dtype, create_cuda_backend
+from cupaged.backend.cuda import MODULES_RESERVE, CudaBackend
 from cupaged.batch import Batch, Count, Flag, padding_batch
-from cupaged.config import EngineConfig, ModelConfig
+from cupaged.config import ModelConfig
 from tests.backend.cuda_steps import LIMITS, VOCAB_SIZE, copy_batch, create_batch, random
 from tests.cuda_on_cpu.gpu import EmulatedGpu
 
@@ -372,28 +371,3 @@ class TestLoad:
     def test_quantised_weights_are_refused(self) -> None:
         with pytest.raises(ValueError, match="scheme 'gptq' is not supported"):
             CudaBackend(EmulatedGpu(), "float16").prepare_linear([{"weight": random(8, 8)}], scheme="gptq")
-
-
-class TestCreate:
-    @pytest.mark.parametrize(
-        ("wanted", "checkpoint", "chosen"),
-        [
-            ("auto", "bfloat16", "bfloat16"),
-            ("auto", "float16", "float16"),
-            ("auto", "float32", "bfloat16"),
-            ("float16", "bfloat16", "float16"),
-            ("bfloat16", "float32", "bfloat16"),
-        ],
-    )
-    def test_dtype_is_one_that_kernels_have(self, wanted: str, checkpoint: str, chosen: str) -> None:
-        assert choose_dtype(wanted, checkpoint) == chosen
-
-    def test_float32_is_refused_with_the_ways_out(self) -> None:
-        with pytest.raises(ValueError, match=r"'float32' is not supported on a GPU.*bfloat16.*device='cpu'"):
-            choose_dtype("float32", "float32")
-
-    @pytest.mark.skipif(find_spec("cupy") is not None, reason="CuPy is installed")
-    def test_without_cupy_auto_is_the_cpu_and_cuda_an_error(self) -> None:
-        assert create_cuda_backend(EngineConfig(model="x"), "bfloat16") is None
-        with pytest.raises(ValueError, match=r"device='cuda' cannot be used: CuPy is not installed; install"):
-            create_cuda_backend(EngineConfig(model="x", device="cuda"), "bfloat16")
