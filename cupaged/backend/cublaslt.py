@@ -163,6 +163,8 @@ class CublasLt:
 
     def workspace_bytes(self, operation: int, layouts: Layouts, words: bytes) -> int | None:
         """Return what an algorithm that was kept would need; None if it is none for this."""
+        if len(words) != ctypes.sizeof(_Algorithm):
+            return None
         result = _HeuristicResult()
         algorithm = _Algorithm.from_buffer_copy(words)
         where = (self.handle, operation, *_matrices(layouts))

@@ -63,7 +63,7 @@ class ChoiceFile:
                 int(rows): Choice(bytes.fromhex(words), float(gain))
                 for rows, (words, gain) in kept["choices"].items()
             }
-        except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
             return {}
 
     def store(self, choices: Mapping[int, Choice]) -> None:

@@ -64,7 +64,8 @@ def test_algorithm_that_was_kept_is_checked_against_the_problem(opened: CublasLt
 
     assert [opened.workspace_bytes(operation, layouts, each) for each in words] == [0, 4 * 24 * 3 * 4, 0]
     assert [opened.workspace_bytes(operation, other, each) for each in words] == [None] * 3
-    assert opened.workspace_bytes(operation, layouts, bytes(64)) is None
+    for no_words in (bytes(64), words[0][:-1], words[0] + bytes(1)):
+        assert opened.workspace_bytes(operation, layouts, no_words) is None
 
 
 def test_product_that_is_not_supported_has_no_algorithms(

@@ -90,6 +90,7 @@ def test_choices_for_other_rows_stay(tmp_path: Path) -> None:
         lambda text: text.replace("a GPU", "b GPU"),
         lambda _: "[]",
         lambda _: "7",
+        lambda _: 10_000 * "[",
         lambda text: json.dumps({**json.loads(text), "choices": None}),
         lambda text: json.dumps({**json.loads(text), "sha256": None}),
         lambda _: "\udcff",
