@@ -12,7 +12,10 @@ def element_of(q: Array, pool: Array, out: Array) -> str:
     """Return -D ELEMENT of both kernels; ValueError if they do not take such heads."""
     num_heads, head_dim = q.shape[1:]
     if head_dim not in HEAD_DIMS:
-        raise ValueError(f"head_dim {head_dim} has no attention kernels; use one of {list(HEAD_DIMS)}")
+        raise ValueError(
+            f"head_dim {head_dim} has no attention kernels, there are some for {list(HEAD_DIMS)}; use "
+            "device='cpu' for this model"
+        )
     if q.dtype.itemsize != 2:
         raise ValueError(f"dtype {q.dtype} has no attention kernels; use bfloat16 or float16")
     assert num_heads % pool.shape[3] == 0, f"{num_heads} query heads, {pool.shape[3]} KV heads"

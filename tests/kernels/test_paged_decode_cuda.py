@@ -295,7 +295,7 @@ def test_blocks_at_once_are_those_that_an_sm_has_room_for() -> None:
 def test_shapes_without_a_kernel_are_refused(device: EmulatedDevice) -> None:
     with pytest.raises(ValueError, match="34 query heads share 2 KV heads, 17 each"):
         launch(device, CudaCase((5,), 34, 2, 64).step((0, 4, 5)))
-    with pytest.raises(ValueError, match="head_dim 112 has no attention kernels; use one of"):
+    with pytest.raises(ValueError, match=r"head_dim 112 has no attention kernels, .* use device='cpu'"):
         launch(device, CudaCase((5,), 2, 2, 112).step((0, 4, 5)))
     with pytest.raises(ValueError, match="dtype float32 has no attention kernels; use bfloat16 or float16"):
         launch(device, CudaCase((5,), 2, 2, 64, dtype=np.dtype(np.float32)).step((0, 4, 5)))

@@ -210,7 +210,7 @@ def test_a_step_without_prefills_launches_nothing(device: EmulatedDevice) -> Non
 
 
 def test_shapes_without_a_kernel_are_refused(device: EmulatedDevice) -> None:
-    with pytest.raises(ValueError, match="head_dim 112 has no attention kernels; use one of"):
+    with pytest.raises(ValueError, match=r"head_dim 112 has no attention kernels, .* use device='cpu'"):
         launch(device, CudaCase((5,), 2, 2, 112).step((0, 0, 5)))
     with pytest.raises(ValueError, match="dtype float32 has no attention kernels"):
         launch(device, CudaCase((5,), 2, 2, 64, dtype=np.dtype(np.float32)).step((0, 0, 5)))
