@@ -140,9 +140,11 @@ class _Planner:
                 f"the weights take {use.weights} bytes but only {self._available} are free",
                 "close other programs",
             )
-        rest = sum(use) - use.weights
+        driver = f", {use.reserve} for the driver" if use.reserve else ""
         steps = f"steps of max_num_batched_tokens={config.max_num_batched_tokens}"
-        needs = f"beside {use.weights} bytes of weights and {rest} for {steps}"
+        needs = (
+            f"beside {use.weights} bytes of weights{driver} and {use.workspace + use.activations} for {steps}"
+        )
         if config.kv_cache_memory is None and plan.num_blocks == 0:
             return _Problem(
                 f"{needs} no block of KV cache fits in the {self._budget} bytes that may be used",
