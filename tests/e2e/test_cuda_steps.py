@@ -1,0 +1,137 @@
+"""What a step of an engine on an emulated GPU puts on its stream, and what loading says and refuses."""
+
+import logging
+import re
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from numpy.typing import NDArray
+
+from cupaged import SamplingParams
+from cupaged.backend.base import Limits, MemoryUse
+from cupaged.backend.cuda import CudaBackend
+from cupaged.engine.llm_engine import LLMEngine
+from tests.cuda_on_cpu.gpu import DeviceArray, EmulatedGpu
+from tests.e2e.emulated import MEMORY, create_engine
+from tools.make_tiny_model import CLEAR_CASES, write_clear_model, write_tiny_tokenizer
+
+NUM_LAYERS = 2
+BLOCK_BYTES = NUM_LAYERS * 2 * 2 * 16 * 64 * 2
+PARAMS = SamplingParams(temperature=1.0, seed=1, max_tokens=9, ignore_eos=True)
+OPTIONS: dict[str, Any] = {"max_model_len": 64, "max_num_seqs": 5, "max_num_batched_tokens": 32}
+
+
+class WatchedGpu(EmulatedGpu):
+    """Counts copies."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**{"memory": MEMORY, **options})
+        self.num_to_device = self.num_to_host = 0
+
+    def to_device(self, target: DeviceArray, source: NDArray[Any]) -> None:
+        """Count one."""
+        self.num_to_device += 1
+        super().to_device(target, source)
+
+    def to_host(self, target: NDArray[Any], source: DeviceArray) -> None:
+        """Count one."""
+        self.num_to_host += 1
+        super().to_host(target, source)
+
+
+@pytest.fixture(scope="module")
+def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = write_clear_model(tmp_path_factory.mktemp("model"), CLEAR_CASES["clear_llama"])
+    write_tiny_tokenizer(directory)
+    return directory
+
+
+def run(engine: LLMEngine, params: SamplingParams = PARAMS) -> None:
+    """Run requests with chunks, mixed steps and steps of decodes."""
+    for i, length in enumerate((40, 3, 20)):
+        engine.add_request(str(i), list(range(3, 3 + length)), params)
+    while engine.has_unfinished():
+        engine.step()
+
+
+@pytest.mark.parametrize("async_scheduling", [True, False])
+def test_step_is_one_copy_to_the_gpu_and_one_of_the_tokens_back(
+    model_dir: Path, async_scheduling: bool
+) -> None:
+    gpu = WatchedGpu()
+    engine = create_engine(model_dir, gpu=gpu, async_scheduling=async_scheduling, **OPTIONS)
+    gpu.num_to_device = gpu.num_to_host = 0
+
+    run(engine)
+
+    assert engine.num_steps > 9
+    assert gpu.num_to_device == gpu.num_to_host == engine.num_steps
+
+
+def test_logprobs_come_back_in_three_copies_more(model_dir: Path) -> None:
+    gpu = WatchedGpu()
+    engine = create_engine(model_dir, gpu=gpu, **OPTIONS)
+    gpu.num_to_device = gpu.num_to_host = 0
+
+    run(engine, replace(PARAMS, logprobs=2, prompt_logprobs=0))
+
+    assert gpu.num_to_device == engine.num_steps
+    assert gpu.num_to_host == 4 * engine.num_steps
+
+
+def test_layer_has_four_products_qkv_and_gate_up_being_one_each(model_dir: Path) -> None:
+    gpu = WatchedGpu()
+    engine = create_engine(model_dir, gpu=gpu, enforce_eager=True, async_scheduling=False, **OPTIONS)
+    engine.add_request("0", list(range(3, 43)), PARAMS)  # in two chunks, of which the first has no logits
+
+    num_products = []
+    for _ in range(3):
+        gpu.launches.clear()
+        engine.step()
+        num_products.append(gpu.launches.count("matmul"))
+
+    assert num_products == [4 * NUM_LAYERS, 4 * NUM_LAYERS + 1, 4 * NUM_LAYERS + 1]
+
+
+def test_plan_is_said_before_anything_is_allocated(model_dir: Path, caplog: pytest.LogCaptureFixture) -> None:
+    gpu = WatchedGpu()
+    said: list[str] = []
+
+    class Watched(CudaBackend):
+        def allocate(self, limits: Limits, use: MemoryUse) -> None:
+            """See what was said before."""
+            said.extend(caplog.messages)
+            assert gpu.allocations == gpu.pinned == []
+            super().allocate(limits, use)
+
+    with caplog.at_level(logging.INFO, logger="cupaged"):
+        engine = create_engine(model_dir, gpu=gpu, backend_class=Watched, **OPTIONS)
+
+    assert said == [str(engine.executor.plan)]
+    assert all(message.startswith("matrix products, ") for message in caplog.messages[1:])
+    assert len(caplog.messages) == 1 + 3  # shapes: qkv, gate and up; o, down; head
+
+
+@pytest.mark.parametrize(
+    ("memory", "kv_cache_memory"), [(290 << 20, None), (300 << 20, 20 * BLOCK_BYTES)], ids=["memory", "cache"]
+)
+def test_length_that_does_not_fit_is_refused_with_the_largest_that_does(
+    model_dir: Path, memory: int, kv_cache_memory: int | None
+) -> None:
+    def load(max_model_len: int) -> LLMEngine:
+        options = OPTIONS | {"kv_cache_memory": kv_cache_memory, "enforce_eager": True}
+        return create_engine(
+            model_dir, gpu=gpu, gpu_memory_utilization=1.0, **options | {"max_model_len": max_model_len}
+        )
+
+    gpu = WatchedGpu(memory=memory)
+    with pytest.raises(ValueError, match="the largest that fits") as error:
+        load(1024)
+
+    assert gpu.allocations == gpu.pinned == []
+    (named,) = map(int, re.findall(r"lower max_model_len to (\d+),", str(error.value)))
+    with pytest.raises(ValueError, match=f"lower max_model_len to {named},"):
+        load(named + 16)  # a block more
+    run(load(named))
