@@ -12,8 +12,10 @@ from numpy.typing import NDArray
 from cupaged.backend.base import Array, Backend, KVCacheView, Limits, MemoryUse
 from cupaged.backend.cpu import CpuBackend
 from cupaged.backend.cuda import MODULES_RESERVE, CudaBackend
+from cupaged.backend.staging import PIECE
 from cupaged.batch import Batch, Count, Flag, padding_batch
 from cupaged.config import ModelConfig
+from cupaged.kernels.paged_decode import blocks_at_once
 from tests.backend.cuda_steps import LIMITS, VOCAB_SIZE, copy_batch, create_batch, random
 from tests.cuda_on_cpu.gpu import EmulatedGpu
 
@@ -243,6 +245,18 @@ class TestSteps:
         for batch in CHUNKS:
             assert np.array_equal(graphs(batch), eager(batch))
 
+    def test_recorded_decodes_have_no_more_blocks_than_the_gpu_holds_at_once(self) -> None:
+        class Noting(EmulatedGpu):
+            def put_launch(self, kernel: Any, grid: tuple[int, int, int], *args: Any) -> None:
+                super().put_launch(kernel, grid, *args)
+                if self.is_capturing and self.launches[-1] == "paged_decode":
+                    grids.add(grid[0])
+
+        grids: set[int] = set()
+        self.load(Noting(num_sms=1))
+
+        assert grids == {1, 2, blocks_at_once(1, 64)}  # of up to 8 splits
+
     def test_decodes_launch_nothing_where_a_graph_is(self) -> None:
         gpu = EmulatedGpu()
         step = self.load(gpu)
@@ -328,6 +342,20 @@ class TestLoad:
         assert gpu.allocations == [*loaded.use[:3], pool] == backend.allocations
         assert free - backend.available_memory() == sum(gpu.allocations)
         assert backend.driver_bytes() == 0
+
+    def test_prefill_has_run_before_the_first_request(self) -> None:
+        gpu = EmulatedGpu()
+        self.load(CudaBackend(gpu, "bfloat16", enforce_eager=True))
+
+        assert "paged_prefill" in gpu.launches
+
+    def test_pinned_memory_that_weights_came_through_goes_back(self) -> None:
+        gpu = EmulatedGpu()
+        backend = CudaBackend(gpu, "bfloat16")
+        self.load(backend)
+
+        assert gpu.pinned.count(PIECE) == 2
+        assert gpu.pinned_bytes == sum(gpu.pinned) - 2 * PIECE
 
     def test_memory_goes_back(self) -> None:
         gpu = EmulatedGpu()

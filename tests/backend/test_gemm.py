@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from cupaged.backend import gemm as module
 from cupaged.backend.arena import no_memory
-from cupaged.backend.cublaslt import CublasLt
+from cupaged.backend.cublaslt import CublasLt, Layouts
 from cupaged.backend.gemm import WORKSPACE_BYTES, Gemm, Weight, bucket, buckets
 from cupaged.backend.gemm_choices import Choice, ChoiceFile
 from tests.cuda_on_cpu.gpu import DeviceArray, EmulatedGpu
@@ -221,6 +221,20 @@ def test_choice_gains_over_the_first_heuristic_what_the_log_says(
     )
     assert caplog.messages[0].startswith(start)
     assert f"faster ones for others ({told}), timed in " in caplog.messages[0]
+
+
+def test_the_first_eight_heuristics_are_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    counts: set[int] = set()
+    heuristics = CublasLt.heuristics
+
+    def counted(cublaslt: CublasLt, operation: int, layouts: Layouts, count: int) -> list[bytes]:
+        counts.add(count)
+        return heuristics(cublaslt, operation, layouts, count)
+
+    monkeypatch.setattr(CublasLt, "heuristics", counted)
+    Multiplied(tmp_path)
+
+    assert counts == {8}
 
 
 def test_timing_reads_more_weights_than_stay_in_a_cache(

@@ -143,6 +143,11 @@ class EmulatedGpu:
         """Return the bytes that are free, and all there are."""
         return self._memory.free, self._memory.num_bytes
 
+    @property
+    def pinned_bytes(self) -> int:
+        """Return how much of the host's memory is page-locked now."""
+        return self._host.num_bytes - self._host.free
+
     def allocate(self, num_bytes: int) -> DeviceArray:
         """Return uint8[num_bytes] of 0xFF; ValueError if it is not there."""
         with self._one_thread:
