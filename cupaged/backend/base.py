@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cupaged.batch import Batch
-from cupaged.config import EngineConfig, ModelConfig
+from cupaged.config import EngineConfig
 
 Array = Any  # the backend's array: NumPy or CuPy
 Handle = Any  # the backend's own form of a weight matrix
@@ -100,7 +100,8 @@ class Backend(Protocol):
     def allocate(self, limits: Limits, use: MemoryUse) -> None:
         """Take the measured memory, all but the KV cache; ValueError if it is not there."""
 
-    def create_pool(self, num_blocks: int, block_size: int, config: ModelConfig) -> Array: ...
+    def create_pool(self, shape: tuple[int, ...]) -> Array:
+        """Return a KV cache pool of kv_dtype, as KVCacheView has it; its contents are undefined."""
 
     def warm_up(self, step: Callable[[Batch], Any]) -> None:
         """Prepare what a first request would else wait for; `step` runs a batch to its end."""

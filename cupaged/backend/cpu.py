@@ -15,7 +15,6 @@ from cupaged.backend.arena import Arena, HostMemory, no_memory
 from cupaged.backend.base import Array, KVCacheView, Limits, LogprobArrays, MemoryUse, Part
 from cupaged.backend.host_memory import available_memory
 from cupaged.batch import Batch
-from cupaged.config import ModelConfig
 from cupaged.jit import specialize
 from cupaged.kernels import (
     adjust_logits,
@@ -84,9 +83,8 @@ class CpuBackend:
         """Allocate what operations return their results in; weights are, as they are prepared."""
         self._arena.create(use.activations - HostMemory.alignment)
 
-    def create_pool(self, num_blocks: int, block_size: int, config: ModelConfig) -> Array:
+    def create_pool(self, shape: tuple[int, ...]) -> Array:
         """Return a KV cache pool; its contents are undefined."""
-        shape = (num_blocks, config.num_layers, 2, config.num_kv_heads, block_size, config.head_dim)
         return no_memory(shape, self.kv_dtype) if self._arena.measuring else np.empty(shape, self.kv_dtype)
 
     def warm_up(self, step: Callable[[Batch], Any]) -> None:

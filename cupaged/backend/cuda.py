@@ -21,7 +21,7 @@ from cupaged.backend.gemm import Gemm, Weight
 from cupaged.backend.graphs import DecodeGraphs, graph_shapes
 from cupaged.backend.rehearsal import Rehearsal, outline
 from cupaged.batch import Batch, padding_batch
-from cupaged.config import EngineConfig, ModelConfig
+from cupaged.config import EngineConfig
 from cupaged.kernels import launch
 from cupaged.kernels.adjust_logits import adjust_logits_cuda
 from cupaged.kernels.gated_mul import silu_mul_cuda
@@ -106,9 +106,8 @@ class CudaBackend:
         self._memory.allocate(limits, use)
         self._rehearsal.load(self._device)
 
-    def create_pool(self, num_blocks: int, block_size: int, config: ModelConfig) -> Array:
+    def create_pool(self, shape: tuple[int, ...]) -> Array:
         """Return a KV cache pool; its contents are undefined."""
-        shape = (num_blocks, config.num_layers, 2, config.num_kv_heads, block_size, config.head_dim)
         pool = self._memory.create_pool(shape, self.kv_dtype)
         if self._memory.measuring:
             self.copy_blocks(pool, pool, outline((0, 2), np.int32))  # a step's, but not of each

@@ -1,5 +1,7 @@
 """KVCache: the pool of KV blocks on the device, and what a batch asks to be done with whole blocks."""
 
+from math import prod
+
 from cupaged.backend.base import Array, Backend, KVCacheView
 from cupaged.batch import Batch
 from cupaged.config import ModelConfig
@@ -11,7 +13,7 @@ class KVCache:
     def __init__(self, backend: Backend, config: ModelConfig, num_blocks: int, block_size: int) -> None:
         """Allocate the pool."""
         self._backend = backend
-        self.pool: Array = backend.create_pool(num_blocks, block_size, config)
+        self.pool: Array = backend.create_pool(pool_shape(config, num_blocks, block_size))
 
     def layer(self, layer: int) -> KVCacheView:
         """Return the cache as `layer` sees it."""
@@ -23,6 +25,11 @@ class KVCache:
             self._backend.copy_blocks(self.pool, self.pool, batch.copy)
 
 
+def pool_shape(config: ModelConfig, num_blocks: int, block_size: int) -> tuple[int, ...]:
+    """Return the shape of a pool: a block's keys and values of all layers lie in one piece."""
+    return (num_blocks, config.num_layers, 2, config.num_kv_heads, block_size, config.head_dim)
+
+
 def block_bytes(config: ModelConfig, block_size: int, itemsize: int) -> int:
-    """Return the bytes of one block: keys and values of all layers."""
-    return config.num_layers * 2 * config.num_kv_heads * block_size * config.head_dim * itemsize
+    """Return the bytes of one block."""
+    return prod(pool_shape(config, 1, block_size)) * itemsize

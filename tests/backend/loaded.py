@@ -8,6 +8,7 @@ from numpy.typing import NDArray
 from cupaged.backend.base import Array, Backend, KVCacheView, Limits, MemoryUse
 from cupaged.batch import Batch
 from cupaged.config import ModelConfig
+from cupaged.worker.kv_cache import pool_shape
 from tests.backend.cuda_steps import LIMITS, VOCAB_SIZE, create_batch, random
 
 CONFIG = ModelConfig(
@@ -82,7 +83,7 @@ class Attention(NamedTuple):
         rows = matrix(backend, VOCAB_SIZE, 4 * 64)
         norms = (backend.prepare_vector(random(64)), backend.prepare_vector(abs(random(64))))
         sinks = backend.from_host(random(2)) if self.with_sinks else None
-        pool = backend.create_pool(NUM_BLOCKS, 16, CONFIG)
+        pool = backend.create_pool(pool_shape(CONFIG, NUM_BLOCKS, 16))
         return rows, backend.from_host(random(64, 64)), norms, sinks, KVCacheView(pool, 1)
 
     def operate(

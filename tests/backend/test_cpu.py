@@ -13,6 +13,7 @@ from cupaged.backend.base import KVCacheView, Limits, MemoryUse, create_backend
 from cupaged.backend.cpu import MOST_KV_CACHE, CpuBackend
 from cupaged.batch import Batch, Bucket, Count, buffer_size, view
 from cupaged.config import EngineConfig, ModelConfig
+from cupaged.worker.kv_cache import pool_shape
 
 CONFIG = ModelConfig(
     model_type="test",
@@ -83,7 +84,7 @@ class TinyLayer:
         self.down = backend.prepare_linear([{"weight": random(hidden, 80)}])
         self.norm = backend.prepare_vector(random(hidden))
         self.cos_sin = backend.from_host(random(1024, 8))
-        self.pool = backend.create_pool(120, 16, CONFIG)
+        self.pool = backend.create_pool(pool_shape(CONFIG, 120, 16))
         self.token_ids = np.full(4, -1, np.int32)
         self.last_token = np.zeros(4, np.int32)
         self.heads = heads
@@ -142,7 +143,7 @@ def test_building_a_model_is_measured_without_its_memory() -> None:
         backend.prepare_linear([{"weight": weight}] * 2, [weight[:, 0]] * 2)
         backend.prepare_vector(random(5))
         backend.from_host(random(3, 2))
-        backend.create_pool(1 << 20, 16, CONFIG)
+        backend.create_pool(pool_shape(CONFIG, 1 << 20, 16))
 
     use = backend.measure(LIMITS, build)
 
@@ -228,7 +229,7 @@ def test_tied_embedding_reads_the_linear_weight() -> None:
 
 def test_copy_blocks_moves_whole_blocks_of_a_bfloat16_pool() -> None:
     backend = create("bfloat16")
-    pool = backend.create_pool(3, 16, CONFIG)
+    pool = backend.create_pool(pool_shape(CONFIG, 3, 16))
     pool[:] = np.arange(3).reshape(3, 1, 1, 1, 1, 1).astype(pool.dtype)
 
     backend.copy_blocks(pool, pool, np.array([[2, 0]], np.int32))

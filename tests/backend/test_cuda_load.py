@@ -13,6 +13,7 @@ from cupaged.backend.cuda import MODULES_RESERVE, CudaBackend
 from cupaged.backend.staging import PIECE
 from cupaged.batch import Batch, Count, padding_batch
 from cupaged.kernels.paged_decode import blocks_at_once
+from cupaged.worker.kv_cache import pool_shape
 from tests.backend.cuda_steps import LIMITS, VOCAB_SIZE, copy_batch, random
 from tests.backend.loaded import CHUNKS, CONFIG, NUM_BLOCKS, Attention, Loaded, Step, load, matrix
 from tests.cuda_on_cpu.gpu import EmulatedGpu
@@ -175,7 +176,7 @@ class TestLoad:
         gpu = EmulatedGpu()
 
         def build(backend: Backend) -> tuple[Any, ...]:
-            pool = backend.create_pool(NUM_BLOCKS, 16, replace(CONFIG, head_dim=32))
+            pool = backend.create_pool(pool_shape(replace(CONFIG, head_dim=32), NUM_BLOCKS, 16))
             return matrix(backend, VOCAB_SIZE, 64), KVCacheView(pool, 0)
 
         def operate(backend: Backend, batch: Batch, rows: Any, kv: KVCacheView) -> list[Array]:

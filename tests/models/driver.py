@@ -13,6 +13,7 @@ from cupaged.backend.comm import SingleRank
 from cupaged.backend.cpu import CpuBackend
 from cupaged.batch import Batch, Bucket, Count, buffer_size, view
 from cupaged.models import load_model_class, load_model_config
+from cupaged.worker.kv_cache import pool_shape
 from cupaged.worker.weights import Checkpoint
 
 NUM_BLOCKS = 32
@@ -41,7 +42,7 @@ class Driver:
         shard = replace(
             config, num_heads=config.num_heads // comm.size, num_kv_heads=config.num_kv_heads // comm.size
         )
-        self._pool = self.backend.create_pool(NUM_BLOCKS, block_size, shard)
+        self._pool = self.backend.create_pool(pool_shape(shard, NUM_BLOCKS, block_size))
         self._pool[:] = np.nan  # what is read before it was written shows
         self._free = np.random.Generator(np.random.PCG64(0)).permutation(NUM_BLOCKS).tolist()
         self._tables: dict[int, list[int]] = {}
