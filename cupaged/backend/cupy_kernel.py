@@ -32,7 +32,7 @@ class CudaKernel:
         self._address = function.kernel.ptr
         self._current = current
         self._stream = stream
-        self._shared_bytes = 0  # dynamic, that it may have so far
+        self._shared_bytes = 0  # dynamic, that we saw to it that it may have
         self._pointers = [(i, each) for i, each in enumerate(declared) if each.code == "P"]
         # The driver reads a kernel's arguments where an array of addresses says, and is done with them when
         # the call returns; so one buffer, laid out as a C struct, serves all launches.
@@ -49,12 +49,8 @@ class CudaKernel:
         if 0 in grid:
             return
         launch = self._current.launch  # first: CuPy looks a kernel up by the thread's current GPU
-        if shared_bytes > self._shared_bytes:  # a block gets more than 48 KiB only if the kernel may have it
-            self._function.max_dynamic_shared_size_bytes = shared_bytes
-            # Percent of what L1 and shared memory have together: the blocks an SM holds must not be fewer
-            # because the driver left more of it to L1.
-            self._function.preferred_shared_memory_carveout = 100
-            self._shared_bytes = shared_bytes
+        if shared_bytes > self._shared_bytes:
+            self._allow_shared(shared_bytes)
         values = list(args)
         for i, parameter in self._pointers:
             array = values[i]
@@ -62,3 +58,15 @@ class CudaKernel:
             assert address % parameter.alignment == 0, f"{parameter} begins at {address:#x}"
         self._pack_into(self._values, 0, *values)
         launch(self._address, *grid, block, 1, 1, shared_bytes, self._stream, self._args, 0)
+
+    def _allow_shared(self, shared_bytes: int) -> None:
+        """Let a block have so much dynamic shared memory: more than 48 KiB only if the kernel may have it.
+
+        CuPy loads a cubin once, so another device of this process may have the same kernel, and need more.
+        """
+        function = self._function
+        self._shared_bytes = max(shared_bytes, function.max_dynamic_shared_size_bytes)
+        function.max_dynamic_shared_size_bytes = self._shared_bytes
+        # Percent of what L1 and shared memory have together: the blocks an SM holds must not be fewer because
+        # the driver left more of it to L1.
+        function.preferred_shared_memory_carveout = 100

@@ -91,7 +91,8 @@ class FakeCuPy:
         self.allocated: list[int] = []  # bytes, of what is in use
         self.pinned: list[int] = []
         self.compiled: list[tuple[str, str, dict[str, Any]]] = []
-        self.attributes: list[tuple[str, int]] = []  # set of kernels
+        self.attributes: list[tuple[str, int]] = []  # set of the one function, which all kernels are
+        self.most_shared = 48 << 10  # bytes, dynamic, that it may have
         self.launches: list[tuple[Any, ...]] = []  # what the driver gets, arguments read from memory
         self.events: list[Any] = []
         self.elapsed_ms = 0.0
@@ -177,6 +178,7 @@ class FakeCuPy:
         self.expect_current()
         assert self.thread.has_context, "CUDA_ERROR_INVALID_CONTEXT"
         *placed, args, extra = call
+        assert placed[7] <= self.most_shared, "CUDA_ERROR_INVALID_VALUE"
         fields = FIELDS if placed[4] == 64 else ()
         addresses = (ctypes.c_void_p * len(fields)).from_address(args)
         pairs = zip(fields, addresses, strict=True)
@@ -189,9 +191,15 @@ class FakeCuPy:
         class RawKernel:
             kernel = SimpleNamespace(ptr=FUNCTION)
 
+            @property
+            def max_dynamic_shared_size_bytes(self) -> int:
+                return gpu.most_shared
+
             def __setattr__(self, name: str, value: int) -> None:
                 gpu.expect_current()
                 gpu.attributes.append((name, value))
+                if name == "max_dynamic_shared_size_bytes":
+                    gpu.most_shared = value
 
         def get_function(_: str) -> Any:
             if gpu.error:  # a module is loaded when the first function is asked for

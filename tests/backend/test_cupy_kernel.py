@@ -91,6 +91,17 @@ def test_kernel_may_have_as_much_shared_memory_as_it_ever_asked_for(
     assert fake.attributes == [limits[0], carveout, limits[1], carveout]
 
 
+def test_kernel_that_two_devices_have_keeps_what_the_one_with_more_needs(
+    device: CudaDevice, fake: FakeCuPy, tmp_path: Path
+) -> None:
+    kernel, same = device.kernel("two", "two"), CudaDevice(tmp_path).kernel("two", "two")
+
+    for each, shared_bytes in ((kernel, 60_000), (same, 50_000), (kernel, 60_000), (same, 1000)):
+        each((1, 1, 1), 32, (), shared_bytes)
+
+    assert [launch[7] for launch in fake.launches] == [60_000, 50_000, 60_000, 1000]
+
+
 def test_thread_that_never_met_the_gpu_launches(device: CudaDevice, fake: FakeCuPy) -> None:
     kernel = device.kernel("two", "two")
 
