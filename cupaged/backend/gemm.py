@@ -14,7 +14,15 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from cupaged.backend.cublaslt import ALIGNMENT, SUCCESS, WORKSPACE_ALIGNMENT, CublasLt, Layouts, Product
+from cupaged.backend.cublaslt import (
+    ALIGNMENT,
+    NOT_SUPPORTED,
+    SUCCESS,
+    WORKSPACE_ALIGNMENT,
+    CublasLt,
+    Layouts,
+    Product,
+)
 from cupaged.backend.device import ALIGNMENT as ARRAY_ALIGNMENT
 from cupaged.backend.device import Device
 from cupaged.backend.gemm_choices import Choice, ChoiceFile, fastest
@@ -205,31 +213,36 @@ class Gemm:
         """Return whether an algorithm that was kept works here; if so, it has run."""
         operation = trial.weights[0].operation
         needed = self._cublaslt.workspace_bytes(operation, trial.layouts, algorithm)
-        return needed is not None and needed <= WORKSPACE_BYTES and self._runs(trial, algorithm)
+        return needed is not None and needed <= WORKSPACE_BYTES and self._try(trial, algorithm) == SUCCESS
 
-    def _runs(self, trial: Trial, algorithm: bytes) -> bool:
-        return not any(self._run_cold(trial, trial.call(algorithm), trial.weights[:1]))
+    def _try(self, trial: Trial, algorithm: bytes) -> int:
+        """Run a call once; return cublasLt's status."""
+        x, out = self._address(trial.x), self._address(trial.out)
+        return self._run(trial.call(algorithm), trial.weights[0], x, out)
 
     def _choose(self, product: Product, trial: Trial) -> Choice:
         """Return the fastest of the first heuristics."""
         operation = trial.weights[0].operation
         found = self._cublaslt.heuristics(operation, trial.layouts, NUM_HEURISTICS)
-        algorithms = [algorithm for algorithm in found if self._runs(trial, algorithm)]
-        if not algorithms:
+        statuses = [self._try(trial, algorithm) for algorithm in found]
+        what = f"{trial.x.shape[0]} rows and {product}"
+        if SUCCESS not in statuses:
+            for status in statuses:
+                if status != NOT_SUPPORTED:  # it is not the algorithm then: the GPU may be lost
+                    self._cublaslt.check("cublasLtMatmul", status, what)
             raise ValueError(
-                f"cublasLt {self._cublaslt.version} has no algorithm for {trial.x.shape[0]} rows and "
-                f"{product}; use device='cpu' for this model"
+                f"cublasLt {self._cublaslt.version} has no algorithm for {what}; use device='cpu' for this model"
             )
-        best, gain = fastest(
-            self._device,
-            [partial(self._run_cold, trial, trial.call(each), trial.weights) for each in algorithms],
-        )
+        algorithms = [each for each, status in zip(found, statuses, strict=True) if status == SUCCESS]
+        works = [partial(self._run_cold, trial, trial.call(each), what) for each in algorithms]
+        best, gain = fastest(self._device, works)
         return Choice(algorithms[best], gain)
 
-    def _run_cold(self, trial: Trial, call: Call, weights: list[Weight]) -> list[int]:
-        """Run a call with one weight after the other; return the statuses."""
+    def _run_cold(self, trial: Trial, call: Call, what: str) -> None:
+        """Run a call with one weight after the other."""
         x, out = self._address(trial.x), self._address(trial.out)
-        return [self._run(call, weight, x, out) for weight in weights]
+        for weight in trial.weights:  # captured, one that fails would leave nothing and seem fast
+            self._cublaslt.check("cublasLtMatmul", self._run(call, weight, x, out), what)
 
 
 def _place(x: Array) -> tuple[Any, ...]:

@@ -300,6 +300,57 @@ def test_product_without_an_algorithm_is_refused(tmp_path: Path, monkeypatch: py
         Multiplied(tmp_path)
 
 
+class Failing(Gpu):
+    """A GPU whose cublasLt returns `status`, always or, with 0 outside, while a graph is captured."""
+
+    def __init__(self, eager: int, captured: int) -> None:
+        super().__init__()
+        self._statuses = [eager, captured]
+        self._capturing = False
+
+    @property
+    def cublaslt(self) -> Any:
+        """Return the library; its product may fail."""
+        real = super().cublaslt
+
+        class Library:
+            def __getattr__(_, name: str) -> Any:  # noqa: N805
+                return getattr(real, name)
+
+            cublasLtMatmul = staticmethod(  # noqa: N815
+                lambda *args: self._statuses[self._capturing] or real.cublasLtMatmul(*args)
+            )
+
+        return Library()
+
+    def capture(self, work: Callable[[], None]) -> Any:
+        """Remember that it captures."""
+        self._capturing = True
+        return super().capture(work)
+
+
+@pytest.mark.parametrize(
+    ("eager", "captured", "error", "said"),
+    [
+        (15, 0, ValueError, "has no algorithm for 1 rows"),
+        (
+            13,
+            0,
+            RuntimeError,
+            r"failed with .*\(13\) for 1 rows .*the GPU may have failed in a kernel before",
+        ),
+        (0, 14, RuntimeError, r"failed with .*\(14\) for 1 rows"),
+    ],
+)
+def test_product_that_fails_while_it_is_tuned_is_said_as_it_is(
+    tmp_path: Path, eager: int, captured: int, error: type[Exception], said: str
+) -> None:
+    with pytest.raises(error, match=said):
+        Multiplied(tmp_path, gpu=Failing(eager, captured))
+
+    assert not list(tmp_path.iterdir())
+
+
 def test_weight_of_a_rehearsal_cannot_be_multiplied(tmp_path: Path) -> None:
     multiply = Multiplied(tmp_path)
 
