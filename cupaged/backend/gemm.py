@@ -231,7 +231,8 @@ class Gemm:
                 if status != NOT_SUPPORTED:  # it is not the algorithm then: the GPU may be lost
                     self._cublaslt.check("cublasLtMatmul", status, what)
             raise ValueError(
-                f"cublasLt {self._cublaslt.version} has no algorithm for {what}; use device='cpu' for this model"
+                f"cublasLt {self._cublaslt.version} has no algorithm for {what}; use device='cpu' for this "
+                "model"
             )
         algorithms = [each for each, status in zip(found, statuses, strict=True) if status == SUCCESS]
         works = [partial(self._run_cold, trial, trial.call(each), what) for each in algorithms]
