@@ -11,10 +11,13 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 
 from cupaged.config import EngineConfig
 from cupaged.engine.llm_engine import LLMEngine
+from cupaged.outputs import RequestOutput
+from cupaged.sampling_params import SamplingParams
 from tests.engine.scripted import VOCAB_SIZE, NextToken, next_token, scripted
 
 ALPHABET = ["<eos>", *(ascii_letters + digits)[: VOCAB_SIZE - 1]]
 EOS = 0
+PROMPT = [10, 20, 30]
 
 MakeEngine = Callable[..., LLMEngine]
 
@@ -44,3 +47,22 @@ def make_engine(scripted_dir: Path) -> MakeEngine:
         return LLMEngine(config, create_executor=scripted(num_blocks, late, follow))
 
     return make
+
+
+def greedy(max_tokens: int | None = 8, **options: Any) -> SamplingParams:
+    return SamplingParams(temperature=0, max_tokens=max_tokens, **options)
+
+
+def finish(engine: LLMEngine) -> dict[str, RequestOutput]:
+    """Step until all is done; return the last output of each request."""
+    last: dict[str, RequestOutput] = {}
+    while engine.has_unfinished():
+        for output in engine.step():
+            last[output.request_id] = output
+        engine.scheduler.check_invariants()
+    return last
+
+
+def run(engine: LLMEngine, params: SamplingParams, prompt: Any = PROMPT) -> RequestOutput:
+    engine.add_request("r", prompt, params)
+    return finish(engine)["r"]
