@@ -46,7 +46,10 @@ class Limits(NamedTuple):
 
 
 class MemoryUse(NamedTuple):
-    """Bytes that a model takes on the device beside its KV cache."""
+    """Bytes that a model takes on the device beside its KV cache.
+
+    The host's page-locked memory, which all passes through on its way, is not counted.
+    """
 
     weights: int  # and tables and whatever else is made once
     workspace: int  # of the backend itself: batches under way, matrix products
