@@ -5,6 +5,7 @@ Knows nothing of requests or queues: a Batch comes in, a StepOutput goes out.
 
 import logging
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -48,8 +49,13 @@ class Worker:
         self.plan = plan = plan_memory(config, self.model_config, backend, partial(self._measure, weights))
         logger.info("%s", plan)
         backend.allocate(plan.limits, plan.use)
-        self._build(weights, plan.limits, plan.num_blocks)
-        backend.warm_up(lambda batch: self.submit(batch).result())
+        try:
+            self._build(weights, plan.limits, plan.num_blocks)
+            backend.warm_up(lambda batch: self.submit(batch).result())
+        except BaseException:
+            with suppress(RuntimeError):  # of a device that is lost: what went wrong first is what counts
+                backend.synchronize()  # copies under way are from memory that goes now
+            raise
 
     def submit(self, batch: Batch) -> SampledStep:
         """Begin a step; its buffer must stay as it is until the result has been taken."""

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from cupaged import SamplingParams
+from cupaged.backend.cuda import CudaBackend
 from cupaged.batch import Batch
 from cupaged.engine.async_engine import AsyncEngine
 from cupaged.engine.llm_engine import LLMEngine
@@ -57,6 +58,22 @@ def test_memory_is_the_plans_to_the_byte_and_goes_back(model_dir: Path, expected
         engine.close()
         gpu.thaw()
         assert gpu.memory_info() == (MEMORY, MEMORY)
+
+
+def test_load_that_is_interrupted_waits_for_copies_before_their_memory_goes(
+    model_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gpu = EmulatedGpu(memory=MEMORY)
+
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(CudaBackend, "warm_up", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        create_engine(model_dir, gpu=gpu, **OPTIONS)
+
+    gpu.synchronize()  # copies that are not done yet would fail
+    assert gpu.memory_info() == (MEMORY, MEMORY)
 
 
 def test_engine_is_as_new_after_a_step_that_was_interrupted(
