@@ -15,7 +15,7 @@ from cupaged.engine.detokenizer import Detokenizer
 from cupaged.engine.request import Request
 from cupaged.engine.tokenizer import Tokenizer
 from cupaged.outputs import RequestMetrics
-from cupaged.sampling_params import SamplingParams
+from cupaged.sampling_params import MAX_STOPS, SamplingParams
 from cupaged.sequence import Sequence
 
 # Text, token ids, {"prompt": text} or {"prompt_token_ids": ids}; of both, the ids count, the text is shown.
@@ -40,6 +40,11 @@ class InputProcessor:
         self._max_model_len = max_model_len
         # Checkpoints name ids that the model has no row for, or -1 for none; neither can be sampled.
         self.eos_token_ids = frozenset(i for i in eos_token_ids if 0 <= i < vocab_size)
+        if len(self.eos_token_ids) > MAX_STOPS:  # of both kinds a device has room for so many
+            raise ValueError(
+                f"the model names {len(self.eos_token_ids)} EOS tokens, at most {MAX_STOPS} are allowed; "
+                "shorten eos_token_id in config.json or generation_config.json"
+            )
         self._seeds = Random(seed % 2**64)
 
     def make_request(self, request_id: str, prompt: Prompt, params: SamplingParams) -> Request:

@@ -1,5 +1,6 @@
 """InputProcessor: every kind of prompt that is taken, and one clear error for each that is not."""
 
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -9,15 +10,18 @@ import pytest
 from cupaged import SamplingParams
 from cupaged.engine.input_processor import InputProcessor
 from cupaged.engine.tokenizer import Tokenizer
+from cupaged.sampling_params import MAX_STOPS
 from tests.engine.scripted import VOCAB_SIZE
 
 MAX_MODEL_LEN = 32
 
 
-def make_inputs(scripted_dir: Path, eos_token_ids: tuple[int, ...] = (0,), seed: int = 0) -> InputProcessor:
+def make_inputs(
+    scripted_dir: Path, eos_token_ids: Iterable[int] = (0,), seed: int = 0, vocab_size: int = VOCAB_SIZE
+) -> InputProcessor:
     return InputProcessor(
         Tokenizer.from_directory(scripted_dir),
-        vocab_size=VOCAB_SIZE,
+        vocab_size=vocab_size,
         max_model_len=MAX_MODEL_LEN,
         eos_token_ids=eos_token_ids,
         seed=seed,
@@ -115,3 +119,13 @@ def test_seeds_are_drawn_from_the_engines_seed_and_differ(scripted_dir: Path) ->
 @pytest.mark.parametrize("seed", [-1, 2**64 - 1])
 def test_a_requests_own_seed_is_its_64_bits(inputs: InputProcessor, seed: int) -> None:
     assert inputs.make_request("r", [1], SamplingParams(seed=seed)).sequence.seed == 2**64 - 1
+
+
+def test_more_eos_tokens_than_a_device_has_room_for_are_refused(scripted_dir: Path) -> None:
+    inputs = make_inputs(scripted_dir, range(MAX_STOPS), vocab_size=2 * MAX_STOPS + 1)
+    stops = range(MAX_STOPS, 2 * MAX_STOPS)
+    request = inputs.make_request("r", [1], SamplingParams(min_tokens=1, stop_token_ids=stops))
+    assert len(request.sequence.banned_token_ids) == 2 * MAX_STOPS
+
+    with pytest.raises(ValueError, match=f"names {MAX_STOPS + 1} EOS tokens, at most {MAX_STOPS} .* shorten"):
+        make_inputs(scripted_dir, range(MAX_STOPS + 1), vocab_size=2 * MAX_STOPS)
