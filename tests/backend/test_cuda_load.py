@@ -148,6 +148,21 @@ class TestLoad:
         assert gpu.pinned.count(PIECE) == 2
         assert gpu.pinned_bytes == sum(gpu.pinned) - 2 * PIECE
 
+    def test_all_that_is_left_goes_to_the_kv_cache(self) -> None:
+        assert CudaBackend(EmulatedGpu(), "bfloat16").kv_cache_share(12_345) == 12_345
+
+    def test_steps_that_nobody_fetches_from_are_waited_for(self) -> None:
+        gpu = EmulatedGpu()
+        backend = CudaBackend(gpu, "bfloat16")
+        self.load(backend)
+        backend.begin_forward()
+        backend.upload(CHUNKS[0])
+        assert not gpu.is_idle
+
+        backend.synchronize()
+
+        assert gpu.is_idle
+
     def test_memory_goes_back(self) -> None:
         gpu = EmulatedGpu()
         backend = CudaBackend(gpu, "bfloat16")

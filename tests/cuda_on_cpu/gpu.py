@@ -144,6 +144,11 @@ class EmulatedGpu:
         return self._memory.free, self._memory.num_bytes
 
     @property
+    def is_idle(self) -> bool:
+        """Return whether all work on the stream is done."""
+        return self._stream.num_put == self._stream.num_done
+
+    @property
     def pinned_bytes(self) -> int:
         """Return how much of the host's memory is page-locked now."""
         return self._host.num_bytes - self._host.free

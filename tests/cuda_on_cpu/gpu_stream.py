@@ -100,7 +100,7 @@ class Stream:
         self._queue: deque[tuple[Run, float, list[Any]]] = deque()
         self._recorded: list[Work] | None = None  # while it captures
         self._failure: Exception | None = None
-        self.num_put = self._num_done = 0
+        self.num_put = self.num_done = 0
         self.seconds = 0.0  # of what was done since somebody set it to 0
 
     @property
@@ -123,9 +123,9 @@ class Stream:
     def finish(self, number: int) -> None:
         """Do the first `number` pieces of work that were ever put, and no more."""
         self.check()
-        while self._num_done < number:
+        while self.num_done < number:
             run, seconds, _ = self._queue.popleft()
-            self._num_done += 1
+            self.num_done += 1
             try:
                 run()
             except Exception as failure:
