@@ -28,13 +28,18 @@ def backend_creator(machine: Machine) -> CreateBackend:
 
 
 def check_agreement(machine: Machine, model_dir: Path) -> dict[str, Any]:
-    """Hold the device, with CUDA graphs and without, to the CPU backend, and with them to itself without."""
+    """Hold the device without CUDA graphs to the CPU backend, and with them to itself without."""
     lead = reference(model_dir)
     create = backend_creator(machine)
-    traces = [follow(model_dir, lead, create, enforce_eager=is_eager) for is_eager in (False, True)]
-    if not np.array_equal(traces[0].logits, traces[1].logits):
-        raise ValueError("logits with CUDA graphs are not those without")
-    return _held(model_dir, lead, traces[0])
+    eager = follow(model_dir, lead, create, enforce_eager=True)
+    found = _held(model_dir, lead, eager)
+    errors = np.abs(follow(model_dir, lead, create).logits - eager.logits)
+    if num_wrong := np.count_nonzero(errors):  # NaN is not 0 either
+        raise ValueError(
+            f"{num_wrong} of {errors.size} logits with CUDA graphs are not those without, by up to "
+            f"{errors.max():.4g}; without them it {found['agreement']}"
+        )
+    return found
 
 
 def check_emulator(machine: Machine, model_dir: Path) -> dict[str, Any]:
@@ -73,25 +78,34 @@ def _generate(machine: Machine, model_dir: Path, **options: Any) -> list[list[tu
     for i, work in enumerate(GRAPH_WORKLOADS):
         engine.add(work, temperature=i % 2, logprobs=5)
     outputs = [output.outputs[0] for output in engine.run()]
-    check_memory(engine)
+    check_allocations(engine)
     engine.close()
     return [list(zip(output.token_ids, output.logprobs or [], strict=True)) for output in outputs]
 
 
-def check_memory(engine: TimedEngine) -> dict[str, Any]:
-    """Compare what was allocated with the plan, to the byte, and what the driver took with its reserve."""
-    plan, backend = engine.plan, engine.executor.backend
+def check_allocations(engine: TimedEngine) -> list[int]:
+    """Compare what was allocated with the plan, to the byte; return it."""
+    plan = engine.plan
     use = plan.use
     planned = [use.weights, use.workspace, use.activations, plan.num_blocks * plan.block_bytes]
     allocated = engine.executor.allocations
     if sorted(allocated) != sorted(planned):
         raise ValueError(f"{allocated} bytes were allocated, but {planned} were planned")
+    return planned
+
+
+def check_memory(engine: TimedEngine) -> dict[str, Any]:
+    """Compare what was allocated with the plan, and what the driver took with its reserve.
+
+    It takes less where a process has had an engine before, whose modules stay.
+    """
+    planned, plan, backend = check_allocations(engine), engine.plan, engine.executor.backend
     driver, before = backend.driver_bytes(), backend.driver_bytes_before
     without_graphs, num_graphs = before[1] if len(before) > 1 else driver, len(before) - 1
-    if driver > use.reserve:
+    if driver > plan.use.reserve:
         raise ValueError(
             f"modules, graphs and what else the driver keeps take {driver} bytes, {without_graphs} of them "
-            f"before there were {num_graphs} graphs, but the plan has a reserve of {use.reserve}; "
+            f"before there were {num_graphs} graphs, but the plan has a reserve of {plan.use.reserve}; "
             "raise it in cupaged/backend/cuda.py"
         )
     return {
@@ -100,5 +114,5 @@ def check_memory(engine: TimedEngine) -> dict[str, Any]:
         "driver_bytes": driver,
         "driver_bytes_without_graphs": without_graphs,
         "num_graphs": num_graphs,
-        "reserve_bytes": use.reserve,
+        "reserve_bytes": plan.use.reserve,
     }
