@@ -31,7 +31,8 @@ from tools.gpu_report import progress, summary, tables
 from tools.gpu_tasks import Part, limit_seconds, parts
 
 ROOT = Path(__file__).parents[1]
-START_SECONDS = 60.0  # of a process: Python's imports off a disk that nobody has read yet
+START_SECONDS = 60.0  # of a process, and again in its first task: imports off a disk that nobody has read yet
+END_SECONDS = 10.0  # of a process that was killed
 TOTAL_SECONDS = {True: 225.0, False: 350.0}  # after which nothing runs, by whether it is kernels alone
 Results = dict[str, dict[str, Any]]  # by task: "result" or "error", and "took"
 
@@ -58,17 +59,20 @@ def supervise(
         if first_decides and "error" in results.get(names[0], {}):
             break
         current, seconds = pending[0], START_SECONDS  # what ends with the process, and after how long
-        with subprocess.Popen([*command, *pending], stdout=subprocess.PIPE, text=True, env=env) as worker:
-            lines = Lines(worker)
-            while text := lines.next(min(seconds, deadline - time.monotonic())):
-                line = json.loads(text)
-                if "begin" in line:
-                    current, seconds = line["begin"], limit(line["begin"])
-                    continue
-                results[line.pop("end")] = line
-                pending = pending[1:]
-                current = ""  # a process that ends here is no task's fault
-                note(results)
+        importing = START_SECONDS  # the first task imports what it needs
+        worker = subprocess.Popen([*command, *pending], stdout=subprocess.PIPE, text=True, env=env)
+        lines = Lines(worker)
+        while text := lines.next(min(seconds, deadline - time.monotonic())):
+            line = json.loads(text)
+            if "begin" in line:
+                current, seconds = line["begin"], limit(line["begin"]) + importing
+                importing = 0.0
+                continue
+            results[line.pop("end")] = line
+            pending = pending[1:]
+            current = ""  # a process that ends here is no task's fault
+            note(results)
+        has_ended = lines.end()
         if current:
             reason = f"its process ended with status {worker.returncode}"
             if lines.took_too_long:
@@ -77,7 +81,17 @@ def supervise(
             results[current] = {"error": reason}
             pending.remove(current)
             note(results)
+        if not has_ended:
+            raise StuckError(results)
     return results
+
+
+class StuckError(Exception):
+    """A process cannot be killed: it waits for the GPU, and any other would."""
+
+    def __init__(self, results: Results) -> None:
+        super().__init__("a process cannot be killed, so nothing else is run; see nvidia-smi")
+        self.results = results
 
 
 class Lines:
@@ -87,13 +101,13 @@ class Lines:
         self.took_too_long = False
         self._process = process
         self._lines: queue.Queue[str] = queue.Queue()
-        self._thread = threading.Thread(target=self._read, daemon=True)
-        self._thread.start()
+        threading.Thread(target=self._read, daemon=True).start()
 
     def _read(self) -> None:
         assert self._process.stdout is not None
-        for line in self._process.stdout:
-            self._lines.put(line)
+        with self._process.stdout as stdout:
+            for line in stdout:
+                self._lines.put(line)
         self._lines.put("")
 
     def next(self, seconds: float) -> str:
@@ -103,8 +117,17 @@ class Lines:
         except queue.Empty:
             self.took_too_long = True
             self._process.kill()
-            self._thread.join()  # it meets the end of the output
             return ""
+
+    def end(self) -> bool:
+        """Wait for the process, which prints no more, or kill it; return whether it has ended."""
+        for _ in range(2):
+            try:
+                self._process.wait(END_SECONDS)
+                return True
+            except subprocess.TimeoutExpired:
+                self._process.kill()
+        return False
 
 
 def commit() -> str:
@@ -130,9 +153,11 @@ def main() -> None:
     parser.add_argument("--kernels", action="store_true", help="the kernels alone: their goldens and times")
     parser.add_argument("--dry-run", action="store_true", help="through the emulator, on small shapes")
     parser.add_argument("--json", type=Path, help="write all results there")
+    parser.add_argument("--commit", help="of this checkout, where git cannot say")
     args = parser.parse_args()
     start = time.monotonic()
-    made = {"date": datetime.now(timezone.utc).isoformat(timespec="seconds"), "commit": commit()}
+    date = datetime.now(timezone.utc).isoformat(timespec="seconds")
+    made = {"date": date, "commit": args.commit or commit()}
     done: Results = {}
 
     def note(results: Results) -> dict[str, Any]:
@@ -149,14 +174,19 @@ def main() -> None:
     command = [sys.executable, "-m", "tools.gpu_worker", *(["--dry-run"] if args.dry_run else [])]
     for part in parts(args.dry_run, kernels_only=args.kernels):
         left = TOTAL_SECONDS[args.kernels] - (time.monotonic() - start)
-        done |= supervise(
-            command,
-            part.tasks,
-            total_seconds=min(left, part.most_seconds),
-            first_decides=part.first_decides,
-            env=environment(part),
-            note=show,
-        )
+        try:
+            done |= supervise(
+                command,
+                part.tasks,
+                total_seconds=min(left, part.most_seconds),
+                first_decides=part.first_decides,
+                env=environment(part),
+                note=show,
+            )
+        except StuckError as stuck:
+            done |= stuck.results
+            print(stuck, flush=True)
+            break
         if "error" in done.get("versions", {}):
             break
     report = note({})

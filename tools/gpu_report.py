@@ -59,6 +59,7 @@ def summary(results: Mapping[str, Row], *, dry_run: bool, kernels_only: bool) ->
         "goals": [] if dry_run else goals(times, engine["steps"] if engine else None),
         "launch_overhead": done.get("launch overhead"),
         "failures": failures,
+        "tracebacks": {name: row["traceback"] for name, row in results.items() if "traceback" in row},
         "task_seconds": {name: row["took"] for name, row in results.items() if "took" in row},
     }
 

@@ -1,7 +1,8 @@
 """What gpu_check does: the names of its tasks, in order, and how long each should take.
 
 A task's name is its kind and what it is of: "golden rms_norm-bf16-17x4096". The tasks come in parts, each in
-a process of its own: kernels; the engine, which alone needs Numba's compiler; what others do of the same.
+a process of its own: kernels; whether the engine is right; how fast it is, in a process that loads nothing
+else, so that what the driver takes is all its own; matrix products and copies; what others do of the same.
 """
 
 from typing import NamedTuple
@@ -50,25 +51,24 @@ def parts(dry_run: bool, *, kernels_only: bool) -> list[Part]:
     )
     limits = ["copy bandwidth", "matmul", "clocks"]
     kernels = ["versions", "compile", "resources", *goldens, *limits, *times, "launch overhead"]
-    checks = Part(kernels, most_seconds=150.0)
+    of_kernels = Part(kernels, most_seconds=150.0)
     if kernels_only:
-        return [checks, Part(sdpa, most_seconds=100.0, first_decides=False)]
+        return [of_kernels, Part(sdpa, most_seconds=100.0, first_decides=False)]
+    checks = ["twins", *(f"agreement {name}" for name in CHECKPOINTS[: 1 if dry_run else None]), "graphs"]
     engine = [
-        "twins",
-        *(f"agreement {checkpoint}" for checkpoint in CHECKPOINTS[: 1 if dry_run else None]),
-        "graphs",
         "load engine",
         *(f"step {step.name}" for step in bench.steps),
         *(f"generate {work}" for work in bench.workloads),
         "memory",
-        *(f"gemm {product}" for product in bench.products),
-        "swap bandwidth",
         *(() if dry_run else ("emulator",)),  # a dry run's GPU is the emulator
     ]
+    products = [*(f"gemm {product}" for product in bench.products), "swap bandwidth"]
     others = [*sdpa, *(f"transformers {work}" for work in bench.workloads)]
     return [
-        checks,
-        Part(engine, most_seconds=240.0, uses_numba=True),
+        of_kernels,
+        Part(checks, most_seconds=120.0, uses_numba=True),
+        Part(engine, most_seconds=160.0, uses_numba=True),
+        Part(products, most_seconds=60.0, first_decides=False),
         Part(others, most_seconds=100.0, first_decides=False),
     ]
 
@@ -81,7 +81,7 @@ PLANNED = {
     "resources": 3.0,
     "golden": 0.3,
     "copy": 2.0,
-    "matmul": 3.0,
+    "matmul": 5.0,
     "time": 1.2,
     "twins": 20.0,
     "agreement": 10.0,
@@ -93,7 +93,7 @@ PLANNED = {
     "swap": 2.0,
     "emulator": 20.0,
     "sdpa": 4.0,
-    "transformers": 10.0,
+    "transformers": 12.0,
 }
 OTHERS = 0.5
 STARTING = 3.0  # a process

@@ -117,7 +117,7 @@ def main() -> None:
             line: dict[str, Any] = {"result": runner.run(name)}
         except Exception as error:  # whatever it is, it is this task's result
             traceback.print_exc()
-            line = {"error": f"{type(error).__name__}: {error}"}
+            line = {"error": f"{type(error).__name__}: {error}", "traceback": traceback.format_exc()}
         line |= {"end": name, "took": time.perf_counter() - start}
         print(json.dumps(line), file=stdout, flush=True)
         if "error" in line:

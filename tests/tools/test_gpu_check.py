@@ -12,7 +12,7 @@ import pytest
 
 from tests.test_floors import imports
 from tools.engine_model import TINY
-from tools.gpu_check import commit, environment, supervise
+from tools.gpu_check import Lines, StuckError, commit, environment, supervise
 from tools.gpu_tasks import Part, parts
 
 ROOT = Path(__file__).parents[2]
@@ -130,6 +130,8 @@ for name in sys.argv[1:]:
         os._exit(9)
     if name == "hangs":
         time.sleep(60)
+    if name == "is slow":
+        time.sleep(2)
     if name == "crashes at exit" and len(sys.argv) > 2:
         print(json.dumps({"end": name, "took": 0.0, "error": "wrong"}), flush=True)
         os._exit(139)
@@ -137,6 +139,9 @@ for name in sys.argv[1:]:
     print(json.dumps({"end": name, "took": 0.0, **result}), flush=True)
     if name == "fails":
         sys.exit(3)
+    if name == "never ends":
+        os.close(1)
+        time.sleep(60)
 """
 
 
@@ -184,6 +189,36 @@ def test_task_that_hangs_is_ended() -> None:
 
     assert results["hangs"]["error"] == "it took over 2 s"
     assert results.keys() == {"a", "hangs", "b"}
+
+
+def test_first_task_of_a_process_has_time_to_import() -> None:
+    first = run_tasks("is slow", "b", task_seconds=1.0)
+    later = run_tasks("a", "is slow", "b", task_seconds=1.0)
+
+    assert all("result" in row for row in first.values())
+    assert later["is slow"]["error"] == "it took over 1 s"
+    assert "result" in later["b"]
+
+
+def test_process_that_prints_no_more_and_does_not_end_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tools.gpu_check.END_SECONDS", 0.5)
+    start = time.monotonic()
+
+    results = run_tasks("a", "never ends")
+
+    assert time.monotonic() - start < 10
+    assert all("result" in row for row in results.values())
+
+
+def test_nothing_runs_behind_a_process_that_cannot_be_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    ended = Lines.end
+    monkeypatch.setattr(Lines, "end", lambda lines: ended(lines) and False)
+
+    with pytest.raises(StuckError, match="cannot be killed") as raised:
+        run_tasks("a", "dies", "b")
+
+    assert "result" in raised.value.results["a"]
+    assert raised.value.results.keys() == {"a", "dies"}
 
 
 def test_all_ends_when_the_time_is_over() -> None:

@@ -90,7 +90,12 @@ def test_report_names_what_failed_differs_or_is_missing() -> None:
     golden, timed = (
         next(task for task in cases_by_task(False) if task.startswith(kind)) for kind in ("golden", "time")
     )
-    found = results(**{golden: {"result": {"difference": "out: 1 of 2 wrong"}}, timed: {"error": "it broke"}})
+    found = results(
+        **{
+            golden: {"result": {"difference": "out: 1 of 2 wrong"}},
+            timed: {"error": "it broke", "traceback": "where"},
+        }
+    )
     del found["matmul"]
 
     report = report_of(found)
@@ -100,6 +105,7 @@ def test_report_names_what_failed_differs_or_is_missing() -> None:
         f"{golden}: out: 1 of 2 wrong",
         "1 tasks did not begin",
     ]
+    assert report["tracebacks"] == {timed: "where"}
     assert report["num_goldens_met"] == report["num_goldens"] - 1
     assert f"FAILED {golden}: out: 1 of 2 wrong" in tables(report)
 

@@ -3,7 +3,15 @@
 import pytest
 
 from tools.gpu_check import TOTAL_SECONDS
-from tools.gpu_tasks import cases_by_task, kind_of, limit_seconds, parts, planned_seconds, total_seconds
+from tools.gpu_tasks import (
+    NEED_ENGINE,
+    cases_by_task,
+    kind_of,
+    limit_seconds,
+    parts,
+    planned_seconds,
+    total_seconds,
+)
 
 
 def kinds(*, kernels_only: bool) -> list[str]:
@@ -35,7 +43,15 @@ def test_kernels_are_the_first_part_of_all() -> None:
 def test_only_the_engine_waits_for_numba() -> None:
     by_numba = {kind_of(part.tasks[0]): part.uses_numba for part in parts(False, kernels_only=False)}
 
-    assert by_numba == {"versions": False, "twins": True, "sdpa": False}
+    assert by_numba == {"versions": False, "twins": True, "load": True, "gemm": False, "sdpa": False}
+
+
+def test_an_engine_that_does_not_load_is_not_loaded_again_for_each_task() -> None:
+    planned = parts(False, kernels_only=False)
+
+    (engine,) = (part for part in planned if {*map(kind_of, part.tasks)} & {*NEED_ENGINE})
+    assert (engine.tasks[0], engine.first_decides) == ("load engine", True)
+    assert "twins" not in engine.tasks, "other engines would take some of the driver's memory before it does"
 
 
 @pytest.mark.parametrize("kernels_only", [True, False])
