@@ -267,12 +267,23 @@ def test_more_rows_than_before_are_timed_alone(tmp_path: Path) -> None:
     assert Multiplied(tmp_path, max_rows=32).gpu.num_timed == 2 * 3 * 4
 
 
-def test_choices_of_another_gpu_are_not_taken(tmp_path: Path) -> None:
+def test_choices_of_another_gpu_or_version_are_not_taken(tmp_path: Path) -> None:
     Multiplied(tmp_path)
+    newer = Gpu()
+    newer.cublaslt.cublasLtGetVersion = lambda: 2
 
-    assert Multiplied(tmp_path, gpu=Gpu(name="another GPU")).gpu.num_timed > 0
-    assert Multiplied(tmp_path, gpu=Gpu(num_sms=5)).gpu.num_timed > 0
-    assert len(list(tmp_path.iterdir())) == 3
+    for gpu in (Gpu(name="another GPU"), Gpu(num_sms=5), newer):
+        assert Multiplied(tmp_path, gpu=gpu).gpu.num_timed > 0
+    assert len(list(tmp_path.iterdir())) == 4
+
+
+def test_choices_are_kept_by_product(tmp_path: Path) -> None:
+    products: list[dict[str, Any]] = [{}, {"dtype": F16}, {"out_dtype": F32}, {"bias": True}]
+
+    for product in products:
+        Multiplied(tmp_path, **product)
+
+    assert len(list(tmp_path.iterdir())) == 4
 
 
 def test_algorithm_that_cublaslt_does_not_take_is_chosen_anew(
