@@ -131,7 +131,7 @@ class CudaDevice:
         """Return the place behind all work so far.
 
         Waiting for it sleeps, with the interpreter lock given away. The default would spin on a core that
-        the server's other threads may need; waking up takes some 50 us, in which the next step runs.
+        the server's other threads may need; while this one wakes up, the next step runs.
         """
         self._current.use()  # an event belongs to the GPU that is current when it is made
         event: Event = self.cupy_stream.record(self._cuda.Event(block=True, disable_timing=True))
