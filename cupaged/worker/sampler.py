@@ -10,7 +10,7 @@ from cupaged.backend.base import Array, Backend
 from cupaged.batch import Batch, Flag, StepOutput, TokenLogprobs
 from cupaged.models import Model
 
-LOGITS_CHUNK = 128  # rows of logits alive at once
+LOGITS_CHUNK = 256  # rows of logits alive at once; each chunk reads the head's weights anew
 
 Fetch = Callable[[], NDArray[Any]]
 
