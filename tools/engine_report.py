@@ -109,7 +109,8 @@ def engine_lines(engine: Row) -> list[str]:
     if engine["graphs"]:
         lines.append(f"CUDA graphs on = off: every bit of {engine['graphs']['num_tokens']} tokens")
     if load := engine["load"]:
-        lines.append(f"loaded in {load['seconds']:.1f} s; {load['plan']}")
+        lines.append(f"loaded in {load['seconds']:.1f} s:")
+        lines += [f"  {line}" for line in load["log"]]
     if memory := engine["memory"]:
         lines.append(
             f"allocated as planned, to the byte; the driver keeps {memory['driver_bytes'] >> 20} MiB of a "

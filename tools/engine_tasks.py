@@ -1,6 +1,9 @@
 """The engine's tasks of gpu_check: which model and which measurement each of them names."""
 
+import logging
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from time import perf_counter
 from typing import Any
@@ -37,7 +40,9 @@ class EngineTasks:
             return check_emulator(machine, self._checkpoint("clear_llama"))
         if kind == "load":
             start = perf_counter()
-            return {"plan": str(self.engine.plan), "seconds": perf_counter() - start}
+            with logged() as lines:
+                plan = str(self.engine.plan)
+            return {"plan": plan, "seconds": perf_counter() - start, "log": lines}
         if kind == "step":
             step = next(step for step in bench.steps if step.name == what)
             return time_step(machine, self.engine, bench, step)
@@ -84,6 +89,25 @@ class EngineTasks:
         directory = Path(self._models.name) / name
         directory.mkdir(exist_ok=True)
         return directory
+
+
+@contextmanager
+def logged() -> Iterator[list[str]]:
+    """Keep what the product logs meanwhile, each line with the seconds since then."""
+    start, lines, logger = perf_counter(), list[str](), logging.getLogger("cupaged")
+
+    def keep(record: logging.LogRecord) -> bool:
+        lines.append(f"{perf_counter() - start:.1f} s: {record.getMessage()}")
+        return True
+
+    level = logger.level
+    logger.setLevel(logging.INFO)
+    logger.addFilter(keep)
+    try:
+        yield lines
+    finally:
+        logger.removeFilter(keep)
+        logger.setLevel(level)
 
 
 def compile_twins() -> dict[str, Any]:

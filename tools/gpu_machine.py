@@ -40,7 +40,14 @@ MATMUL_SIZE = 8192  # rows and columns, of which an H200 was seen to do 790 TFLO
 NUM_SWAP_REPEATS = 5  # the best counts
 CHUNK = 1 << 22  # random numbers that all large arrays are made of
 PACKAGES = ("nvidia-cublas", "numpy", "numba", "torch", "transformers")  # whose versions may matter
-STATE = ("clocks.sm", "clocks.mem", "power.draw", "temperature.gpu", "clocks_event_reasons.active")
+STATE = (  # that nvidia-smi tells of
+    "driver_version",
+    "clocks.sm",
+    "clocks.mem",
+    "power.draw",
+    "temperature.gpu",
+    "clocks_event_reasons.active",
+)
 
 
 class DeviceArrays:

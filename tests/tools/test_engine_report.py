@@ -100,7 +100,11 @@ def test_lines_say_what_was_checked() -> None:
     done = found() | {
         "agreement clear_llama": {"agreement": "agrees: 176 positions"},
         "graphs": {"num_tokens": 64},
-        "load engine": {"seconds": 21.0, "plan": "memory in MiB"},
+        "load engine": {
+            "seconds": 21.0,
+            "plan": "memory in MiB",
+            "log": ["0.1 s: memory in MiB", "4.0 s: more"],
+        },
         "memory": {
             "driver_bytes": 300 << 20,
             "driver_bytes_without_graphs": 100 << 20,
@@ -114,7 +118,7 @@ def test_lines_say_what_was_checked() -> None:
 
     assert "agreement clear_llama: agrees: 176 positions" in text
     assert "every bit of 64 tokens" in text
-    assert "loaded in 21.0 s; memory in MiB" in text
+    assert "loaded in 21.0 s:\n  0.1 s: memory in MiB\n  4.0 s: more\n" in text
     assert "the driver keeps 300 MiB of a reserve of 400, of them 100 before it had 133 graphs" in text
     assert "swap, GB/s: to_host 50.0, both 83.0" in text
 

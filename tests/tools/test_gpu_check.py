@@ -78,6 +78,7 @@ def test_dry_run_needs_only_what_a_gpu_machine_has(machine: dict[str, str], tmp_
     assert "agrees" in engine["agreements"]["agreement clear_llama"]
     assert engine["graphs"]["num_tokens"] > 50
     assert sum(engine["memory"]["planned_bytes"]) > 0
+    assert any("matrix products" in line for line in engine["load"]["log"])
     assert [row["step"] for row in engine["steps"]] == [step.name for step in TINY.steps]
     assert all(row["us"] > 0 and row["roofline_share"] for row in engine["steps"])
     assert len(engine["gemms"]) == len(TINY.products)
