@@ -196,12 +196,12 @@ class EngineConfig:
         """Validate every field; ValueError names field, value and limit."""
         for item in fields(self):
             object.__setattr__(self, item.name, as_plain(getattr(self, item.name)))
-        for name, optional in _COUNTS.items():
+        for name, (optional, most) in _COUNTS.items():
             value = getattr(self, name)
             if value is None and optional:
                 continue
-            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-                raise ValueError(f"{name} must be a whole number >= 1, got {value!r}")
+            if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= most:
+                raise ValueError(f"{name} must be a whole number in 1..{most}, got {value!r}")
         if self.max_model_len == 1:
             raise ValueError("max_model_len must be >= 2, a token of prompt and one of output, got 1")
         if type(self.block_size) is not int or self.block_size not in BLOCK_SIZES:
@@ -240,12 +240,12 @@ class EngineConfig:
         return cls(model=str(model), **options | paths)
 
 
-_COUNTS = {  # and whether None stands for a default
-    "max_num_seqs": False,
-    "max_num_batched_tokens": False,
-    "max_model_len": True,
-    "kv_cache_memory": True,
-    "num_threads": True,
+_COUNTS = {  # whether None stands for a default, and the most: tokens and sequences are counted in int32
+    "max_num_seqs": (False, 2**31 - 1),
+    "max_num_batched_tokens": (False, 2**31 - 1),
+    "max_model_len": (True, 2**31 - 1),
+    "kv_cache_memory": (True, 2**63 - 1),
+    "num_threads": (True, 2**31 - 1),
 }
 _CHOICES: dict[str, tuple[str, ...]] = {
     "dtype": get_args(DTypeName),

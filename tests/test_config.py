@@ -18,6 +18,7 @@ from cupaged.config import EngineConfig, HFConfig, ModelConfig
         ("max_num_seqs", 0),
         ("max_num_batched_tokens", 0),
         ("max_num_batched_tokens", 1.5),
+        ("max_num_batched_tokens", 2**31),
         ("max_model_len", 0),
         ("max_model_len", 1),
         ("kv_cache_memory", -1),
