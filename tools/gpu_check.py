@@ -63,6 +63,10 @@ def supervise(
         worker = subprocess.Popen([*command, *pending], stdout=subprocess.PIPE, text=True, env=env)
         lines = Lines(worker)
         while text := lines.next(min(seconds, deadline - time.monotonic())):
+            if not text.startswith(
+                "{"
+            ):  # a library prints as it is imported, before gpu_worker can see to it
+                continue
             line = json.loads(text)
             if "begin" in line:
                 current, seconds = line["begin"], limit(line["begin"]) + importing

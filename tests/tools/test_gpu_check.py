@@ -125,6 +125,7 @@ def test_without_a_gpu_one_failure_says_why() -> None:
 
 WORKER = """
 import json, os, sys, time
+print("a library greets", flush=True)
 for name in sys.argv[1:]:
     print(json.dumps({"begin": name}), flush=True)
     if name == "dies":
