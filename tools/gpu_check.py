@@ -81,7 +81,7 @@ def supervise(
             reason = f"its process ended with status {worker.returncode}"
             if lines.took_too_long:
                 over = time.monotonic() >= deadline
-                reason = "the time of all tasks was over" if over else f"it took over {seconds:.0f} s"
+                reason = "the time of its part was over" if over else f"it took over {seconds:.0f} s"
             results[current] = {"error": reason}
             pending.remove(current)
             note(results)

@@ -229,7 +229,7 @@ def test_all_ends_when_the_time_is_over() -> None:
 
     assert time.monotonic() - start < 10
     assert results.keys() == {"a", "hangs"}
-    assert results["hangs"]["error"] == "the time of all tasks was over"
+    assert results["hangs"]["error"] == "the time of its part was over"
 
 
 def test_each_task_is_noted_as_it_ends() -> None:
