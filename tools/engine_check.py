@@ -22,7 +22,7 @@ def backend_creator(machine: Machine) -> CreateBackend:
     """Return what makes the product's backend on the machine's GPU."""
 
     def create(config: EngineConfig, checkpoint_dtype: str) -> Backend:
-        return CudaBackend(machine.gpu(), checkpoint_dtype, enforce_eager=config.enforce_eager)
+        return CudaBackend.create(machine.gpu(), config, checkpoint_dtype)
 
     return create
 

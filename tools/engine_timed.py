@@ -81,7 +81,7 @@ class TimedExecutor(UniprocExecutor):
         super().__init__(config, model_dir, create_backend=self._create_backend)
 
     def _create_backend(self, config: EngineConfig, checkpoint_dtype: str) -> Backend:
-        backend = CudaBackend(self._device, checkpoint_dtype, enforce_eager=config.enforce_eager)
+        backend = CudaBackend.create(self._device, config, checkpoint_dtype)
         self.backend = MarkedBackend(backend, self._machine.mark)
         return cast(Backend, self.backend)
 

@@ -45,7 +45,8 @@ DTYPES: dict[str, np.dtype[Any]] = {
     "bfloat16": np.dtype(ml_dtypes.bfloat16),
     "float16": np.dtype(np.float16),
 }
-# What the driver takes for itself, in bytes: estimates, no GPU has been asked yet. warm_up checks them.
+# What the driver takes for itself, in bytes, beside its context, which is there before free memory is asked:
+# estimates, no GPU has been asked yet. warm_up and gpu_check hold them to what it takes.
 MODULES_RESERVE = 256 << 20  # code of our kernels and of cublasLt's, memory rounded up to pages of 2 MiB
 GRAPH_RESERVE = 2 << 20  # each recorded step, of some 300 launches
 
@@ -69,6 +70,12 @@ class CudaBackend:
         self._rehearsal = Rehearsal()
         self._launcher: launch.Device = device  # the rehearsal, while measuring
         self._recording = False
+
+    @classmethod
+    def create(cls, device: Device, config: EngineConfig, checkpoint_dtype: str) -> "CudaBackend":
+        """Return the backend that the user wants, on a device."""
+        dtype = choose_dtype(config.dtype, checkpoint_dtype)
+        return cls(device, dtype, enforce_eager=config.enforce_eager)
 
     # Memory and transfers.
     @property
@@ -338,9 +345,7 @@ def create_cuda_backend(config: EngineConfig, checkpoint_dtype: str) -> CudaBack
     from cupaged.backend.cupy_device import CudaDevice
 
     try:
-        device = CudaDevice()
-        dtype = choose_dtype(config.dtype, checkpoint_dtype)
-        return CudaBackend(device, dtype, enforce_eager=config.enforce_eager)
+        return CudaBackend.create(CudaDevice(), config, checkpoint_dtype)
     except CudaUnavailable as error:
         if config.device == "auto":
             logger.warning("CuPy is installed, but the model runs on the CPU: %s", error)

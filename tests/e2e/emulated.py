@@ -15,13 +15,13 @@ MEMORY = 1 << 30  # bytes, enough for what is kept back for the driver; the host
 
 def create_emulated(
     config: EngineConfig,
-    dtype: str,
+    checkpoint_dtype: str,
     *,
     gpu: EmulatedGpu | None = None,
     backend_class: type[CudaBackend] = CudaBackend,
 ) -> CudaBackend:
     """Return the backend on an emulated GPU; it stands for base.create_backend."""
-    return backend_class(gpu or EmulatedGpu(memory=MEMORY), dtype, enforce_eager=config.enforce_eager)
+    return backend_class.create(gpu or EmulatedGpu(memory=MEMORY), config, checkpoint_dtype)
 
 
 def create_engine(
