@@ -63,9 +63,7 @@ def supervise(
         worker = subprocess.Popen([*command, *pending], stdout=subprocess.PIPE, text=True, env=env)
         lines = Lines(worker)
         while text := lines.next(min(seconds, deadline - time.monotonic())):
-            if not text.startswith(
-                "{"
-            ):  # a library prints as it is imported, before gpu_worker can see to it
+            if not text.startswith("{"):  # printed by a library, before gpu_worker could see to it
                 continue
             line = json.loads(text)
             if "begin" in line:
