@@ -11,15 +11,7 @@ import pytest
 from cupaged.backend.cupy_device import CudaDevice
 from cupaged.backend.device import ALIGNMENT, Device
 from cupaged.kernels.nvrtc import CudaUnavailable
-from tests.backend.fake_cupy import CUDARuntimeError, FakeCuPy, in_another_thread, install
-
-
-@pytest.fixture
-def fake(monkeypatch: pytest.MonkeyPatch) -> FakeCuPy:
-    """A machine with two GPUs, of which the second is current."""
-    fake = install(monkeypatch)
-    fake.set_current(1)
-    return fake
+from tests.backend.fake_cupy import CUDARuntimeError, FakeCuPy, in_another_thread
 
 
 @pytest.fixture

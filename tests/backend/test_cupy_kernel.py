@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from cupaged.backend.cupy_device import CudaDevice
-from tests.backend.fake_cupy import FUNCTION, STREAM, FakeCuPy, in_another_thread, install
+from tests.backend.fake_cupy import FUNCTION, STREAM, FakeCuPy, in_another_thread
 
 SOURCE = """
 KERNEL(64) one(const T* x, int n, T* out, float scale, int64_t stride, int last) {
@@ -16,14 +16,6 @@ KERNEL(64) one(const T* x, int n, T* out, float scale, int64_t stride, int last)
 KERNEL(32) two() {
 }
 """
-
-
-@pytest.fixture
-def fake(monkeypatch: pytest.MonkeyPatch) -> FakeCuPy:
-    """A machine with two GPUs, of which the second is current."""
-    fake = install(monkeypatch)
-    fake.set_current(1)
-    return fake
 
 
 @pytest.fixture

@@ -32,20 +32,15 @@ def test_agrees_through_chunks_mixed_batches_and_preemption(tmp_path: Path, case
 
 
 @pytest.fixture(scope="module")
-def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_clear_model(tmp_path_factory.mktemp("model"), CLEAR_CASES["clear_llama"])
-
-
-@pytest.fixture(scope="module")
-def lead(model_dir: Path) -> Trace:
-    return reference(model_dir)
+def lead(clear_dir: Path) -> Trace:
+    return reference(clear_dir)
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-def test_planted_fault_breaks_the_rule(model_dir: Path, lead: Trace, fault: Fault) -> None:
+def test_planted_fault_breaks_the_rule(clear_dir: Path, lead: Trace, fault: Fault) -> None:
     faulty = FaultyBackend(CudaBackend(EmulatedGpu(memory=MEMORY), "bfloat16"), fault)
 
-    trace = follow(model_dir, lead, lambda config, dtype: cast(Backend, faulty))  # noqa: ARG005
+    trace = follow(clear_dir, lead, lambda config, dtype: cast(Backend, faulty))  # noqa: ARG005
 
     assert faulty.num_faults > 0
-    assert any("logits differ" in problem for problem in compare(lead, trace, tolerance(model_dir)).problems)
+    assert any("logits differ" in problem for problem in compare(lead, trace, tolerance(clear_dir)).problems)

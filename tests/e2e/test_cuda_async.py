@@ -34,13 +34,6 @@ class Result(NamedTuple):
 
 
 @pytest.fixture(scope="module")
-def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    directory = write_clear_model(tmp_path_factory.mktemp("model"), CLEAR_CASES["clear_llama"])
-    write_tiny_tokenizer(directory)
-    return directory
-
-
-@pytest.fixture(scope="module")
 def cases() -> list[Case]:
     """Return requests of every kind: greedy and seeded, with log-probabilities, stops and bans."""
     rng = np.random.Generator(np.random.PCG64(7))
@@ -124,9 +117,9 @@ def logprobs(run: Run) -> list[float]:
 
 
 @pytest.fixture(scope="module")
-def expected(model_dir: Path, cases: list[Case]) -> Run:
+def expected(clear_dir: Path, cases: list[Case]) -> Run:
     """Return what comes of one step after the other."""
-    return generate(model_dir, cases, async_scheduling=False)
+    return generate(clear_dir, cases, async_scheduling=False)
 
 
 def test_requests_end_in_every_way(expected: Run) -> None:
@@ -142,11 +135,11 @@ def test_requests_end_in_every_way(expected: Run) -> None:
 @pytest.mark.parametrize("aborts", [False, True])
 @pytest.mark.parametrize("deferred", [False, True], ids=["quick GPU", "late GPU"])
 def test_async_scheduling_changes_nothing(
-    model_dir: Path, cases: list[Case], expected: Run, aborts: bool, deferred: bool
+    clear_dir: Path, cases: list[Case], expected: Run, aborts: bool, deferred: bool
 ) -> None:
     gpu = EmulatedGpu(memory=MEMORY, deferred=deferred)  # has done all at once, or nothing before it must
 
-    made = generate(model_dir, cases, aborts=aborts, gpu=gpu)
+    made = generate(clear_dir, cases, aborts=aborts, gpu=gpu)
 
     assert made.results == expected.results
 
@@ -171,18 +164,18 @@ def test_async_scheduling_changes_nothing_where_steps_are_cut_in_other_ways(
 
 
 def test_where_decodes_have_a_kernel_of_their_own_only_last_bits_change(
-    model_dir: Path, cases: list[Case], expected: Run
+    clear_dir: Path, cases: list[Case], expected: Run
 ) -> None:
-    made = generate(model_dir, cases, aborts=True, **SMALL)
+    made = generate(clear_dir, cases, aborts=True, **SMALL)
 
     assert tokens(made) == tokens(expected)
     assert np.abs(np.subtract(logprobs(made), logprobs(expected))).max() < 0.1
     assert made.num_preemptions > 0
 
 
-def test_graphs_change_nothing(model_dir: Path, cases: list[Case]) -> None:
+def test_graphs_change_nothing(clear_dir: Path, cases: list[Case]) -> None:
     made, eager = (
-        generate(model_dir, cases, enforce_eager=enforce_eager, **SMALL) for enforce_eager in (False, True)
+        generate(clear_dir, cases, enforce_eager=enforce_eager, **SMALL) for enforce_eager in (False, True)
     )
 
     assert made.results == eager.results
@@ -202,10 +195,10 @@ class Forgetful(CudaBackend):
 
 
 def test_token_that_is_not_left_for_the_next_step_is_found(
-    model_dir: Path, cases: list[Case], expected: Run
+    clear_dir: Path, cases: list[Case], expected: Run
 ) -> None:
-    made = generate(model_dir, cases, backend_class=Forgetful)
-    one_by_one = generate(model_dir, cases, backend_class=Forgetful, async_scheduling=False)
+    made = generate(clear_dir, cases, backend_class=Forgetful)
+    one_by_one = generate(clear_dir, cases, backend_class=Forgetful, async_scheduling=False)
 
     assert tokens(made) != tokens(expected)
     assert tokens(one_by_one) == tokens(expected)  # there the host knows all tokens

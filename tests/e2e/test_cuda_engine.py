@@ -14,18 +14,10 @@ from cupaged.engine.llm_engine import LLMEngine
 from cupaged.worker.executor import StepHandle
 from tests.cuda_on_cpu.gpu import EmulatedGpu
 from tests.e2e.emulated import MEMORY, create_engine
-from tools.make_tiny_model import CLEAR_CASES, write_clear_model, write_tiny_tokenizer
 
 PROMPTS = [[5, 6, 7], [100] * 20, [250]]
 PARAMS = SamplingParams(temperature=4.0, seed=1, max_tokens=12, ignore_eos=True)
 OPTIONS: dict[str, Any] = {"max_model_len": 64, "max_num_seqs": 5, "max_num_batched_tokens": 32}
-
-
-@pytest.fixture(scope="module")
-def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    directory = write_clear_model(tmp_path_factory.mktemp("model"), CLEAR_CASES["clear_llama"])
-    write_tiny_tokenizer(directory)
-    return directory
 
 
 def generate(engine: LLMEngine) -> list[list[int]]:
@@ -39,16 +31,16 @@ def generate(engine: LLMEngine) -> list[list[int]]:
 
 
 @pytest.fixture(scope="module")
-def expected(model_dir: Path) -> list[list[int]]:
-    return generate(create_engine(model_dir, **OPTIONS))
+def expected(clear_dir: Path) -> list[list[int]]:
+    return generate(create_engine(clear_dir, **OPTIONS))
 
 
-def test_memory_is_the_plans_to_the_byte_and_goes_back(model_dir: Path, expected: list[list[int]]) -> None:
+def test_memory_is_the_plans_to_the_byte_and_goes_back(clear_dir: Path, expected: list[list[int]]) -> None:
     gpu = EmulatedGpu(memory=MEMORY)
     for _ in range(2):
         gpu.allocations.clear()
 
-        engine = create_engine(model_dir, gpu=gpu, **OPTIONS)
+        engine = create_engine(clear_dir, gpu=gpu, **OPTIONS)
 
         plan = engine.executor.plan
         kv_cache = plan.num_blocks * plan.block_bytes
@@ -61,7 +53,7 @@ def test_memory_is_the_plans_to_the_byte_and_goes_back(model_dir: Path, expected
 
 
 def test_load_that_is_interrupted_waits_for_copies_before_their_memory_goes(
-    model_dir: Path, monkeypatch: pytest.MonkeyPatch
+    clear_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     gpu = EmulatedGpu(memory=MEMORY)
 
@@ -70,16 +62,16 @@ def test_load_that_is_interrupted_waits_for_copies_before_their_memory_goes(
 
     monkeypatch.setattr(CudaBackend, "warm_up", interrupt)
     with pytest.raises(KeyboardInterrupt):
-        create_engine(model_dir, gpu=gpu, **OPTIONS)
+        create_engine(clear_dir, gpu=gpu, **OPTIONS)
 
     gpu.synchronize()  # copies that are not done yet would fail
     assert gpu.memory_info() == (MEMORY, MEMORY)
 
 
 def test_engine_is_as_new_after_a_step_that_was_interrupted(
-    model_dir: Path, expected: list[list[int]], monkeypatch: pytest.MonkeyPatch
+    clear_dir: Path, expected: list[list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    engine = create_engine(model_dir, **OPTIONS)
+    engine = create_engine(clear_dir, **OPTIONS)
     submit, steps = engine.executor.submit, iter(range(10))
 
     def submit_some(batch: Batch) -> StepHandle:
@@ -97,8 +89,8 @@ def test_engine_is_as_new_after_a_step_that_was_interrupted(
     assert generate(engine) == expected
 
 
-def test_engine_runs_in_a_thread_of_its_own(model_dir: Path, expected: list[list[int]]) -> None:
-    engine = create_engine(model_dir, **OPTIONS)
+def test_engine_runs_in_a_thread_of_its_own(clear_dir: Path, expected: list[list[int]]) -> None:
+    engine = create_engine(clear_dir, **OPTIONS)
 
     async def serve() -> list[list[int]]:
         running = AsyncEngine(engine)

@@ -22,7 +22,6 @@ from cupaged.engine.llm_engine import LLMEngine
 from tests.cuda_on_cpu.gpu import EmulatedGpu, EmulatorError
 from tests.cuda_on_cpu.gpu_stream import Launch
 from tests.e2e.emulated import MEMORY, create_engine
-from tools.make_tiny_model import CLEAR_CASES, write_clear_model, write_tiny_tokenizer
 
 PARAMS = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
 OPTIONS: dict[str, Any] = {"max_model_len": 64, "max_num_seqs": 2, "max_num_batched_tokens": 16}
@@ -46,16 +45,9 @@ def _fail() -> None:
     raise EmulatorError("an illegal address")
 
 
-@pytest.fixture(scope="module")
-def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    directory = write_clear_model(tmp_path_factory.mktemp("model"), CLEAR_CASES["clear_llama"])
-    write_tiny_tokenizer(directory)
-    return directory
-
-
 @pytest.fixture
-def engine(model_dir: Path) -> LLMEngine:
-    engine = create_engine(model_dir, backend_class=Faulty, **OPTIONS)
+def engine(clear_dir: Path) -> LLMEngine:
+    engine = create_engine(clear_dir, backend_class=Faulty, **OPTIONS)
     engine.add_request("r", [5, 6, 7], PARAMS)
     return engine
 
@@ -139,9 +131,9 @@ def generate(engine: LLMEngine) -> list[list[int]]:
 
 
 @pytest.mark.parametrize("enforce_eager", [False, True])
-def test_engine_is_as_new_after_any_call_that_failed(model_dir: Path, enforce_eager: bool) -> None:
+def test_engine_is_as_new_after_any_call_that_failed(clear_dir: Path, enforce_eager: bool) -> None:
     gpu = FailingGpu(memory=MEMORY)
-    engine = create_engine(model_dir, gpu=gpu, enforce_eager=enforce_eager, **OPTIONS)
+    engine = create_engine(clear_dir, gpu=gpu, enforce_eager=enforce_eager, **OPTIONS)
     gpu.num_calls = 0
     expected = generate(engine)
     num_calls = gpu.num_calls
@@ -156,16 +148,16 @@ def test_engine_is_as_new_after_any_call_that_failed(model_dir: Path, enforce_ea
         assert generate(engine) == expected
 
 
-def test_load_that_fails_at_any_call_leaves_nothing_behind(model_dir: Path) -> None:
+def test_load_that_fails_at_any_call_leaves_nothing_behind(clear_dir: Path) -> None:
     gpu = FailingGpu(memory=MEMORY)
-    create_engine(model_dir, gpu=gpu, **OPTIONS).close()
+    create_engine(clear_dir, gpu=gpu, **OPTIONS).close()
     gpu.thaw()
     num_calls = gpu.num_calls
 
     for failing in np.arange(1, num_calls + 1, 17.5):
         gpu.num_calls, gpu.failing = 0, failing
         with pytest.raises((RuntimeError, KeyboardInterrupt), match="planted"):
-            create_engine(model_dir, gpu=gpu, **OPTIONS)
+            create_engine(clear_dir, gpu=gpu, **OPTIONS)
         gpu.failing = -1
 
         gpu.synchronize()  # a copy from memory that is gone would fail

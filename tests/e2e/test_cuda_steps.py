@@ -15,7 +15,6 @@ from cupaged.backend.cuda import CudaBackend
 from cupaged.engine.llm_engine import LLMEngine
 from tests.cuda_on_cpu.gpu import DeviceArray, EmulatedGpu
 from tests.e2e.emulated import MEMORY, create_engine
-from tools.make_tiny_model import CLEAR_CASES, write_clear_model, write_tiny_tokenizer
 
 NUM_LAYERS = 2
 BLOCK_BYTES = NUM_LAYERS * 2 * 2 * 16 * 64 * 2
@@ -41,13 +40,6 @@ class WatchedGpu(EmulatedGpu):
         super().to_host(target, source)
 
 
-@pytest.fixture(scope="module")
-def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    directory = write_clear_model(tmp_path_factory.mktemp("model"), CLEAR_CASES["clear_llama"])
-    write_tiny_tokenizer(directory)
-    return directory
-
-
 def run(engine: LLMEngine, params: SamplingParams = PARAMS) -> None:
     """Run requests with chunks, mixed steps and steps of decodes."""
     for i, length in enumerate((40, 3, 20)):
@@ -58,10 +50,10 @@ def run(engine: LLMEngine, params: SamplingParams = PARAMS) -> None:
 
 @pytest.mark.parametrize("async_scheduling", [True, False])
 def test_step_is_one_copy_to_the_gpu_and_one_of_the_tokens_back(
-    model_dir: Path, async_scheduling: bool
+    clear_dir: Path, async_scheduling: bool
 ) -> None:
     gpu = WatchedGpu()
-    engine = create_engine(model_dir, gpu=gpu, async_scheduling=async_scheduling, **OPTIONS)
+    engine = create_engine(clear_dir, gpu=gpu, async_scheduling=async_scheduling, **OPTIONS)
     gpu.num_to_device = gpu.num_to_host = 0
 
     run(engine)
@@ -70,9 +62,9 @@ def test_step_is_one_copy_to_the_gpu_and_one_of_the_tokens_back(
     assert gpu.num_to_device == gpu.num_to_host == engine.num_steps
 
 
-def test_logprobs_come_back_in_three_copies_more(model_dir: Path) -> None:
+def test_logprobs_come_back_in_three_copies_more(clear_dir: Path) -> None:
     gpu = WatchedGpu()
-    engine = create_engine(model_dir, gpu=gpu, **OPTIONS)
+    engine = create_engine(clear_dir, gpu=gpu, **OPTIONS)
     gpu.num_to_device = gpu.num_to_host = 0
 
     run(engine, replace(PARAMS, logprobs=2, prompt_logprobs=0))
@@ -81,9 +73,9 @@ def test_logprobs_come_back_in_three_copies_more(model_dir: Path) -> None:
     assert gpu.num_to_host == 4 * engine.num_steps
 
 
-def test_layer_has_four_products_qkv_and_gate_up_being_one_each(model_dir: Path) -> None:
+def test_layer_has_four_products_qkv_and_gate_up_being_one_each(clear_dir: Path) -> None:
     gpu = WatchedGpu()
-    engine = create_engine(model_dir, gpu=gpu, enforce_eager=True, async_scheduling=False, **OPTIONS)
+    engine = create_engine(clear_dir, gpu=gpu, enforce_eager=True, async_scheduling=False, **OPTIONS)
     engine.add_request("0", list(range(3, 43)), PARAMS)  # in two chunks, of which the first has no logits
 
     num_products = []
@@ -95,7 +87,7 @@ def test_layer_has_four_products_qkv_and_gate_up_being_one_each(model_dir: Path)
     assert num_products == [4 * NUM_LAYERS, 4 * NUM_LAYERS + 1, 4 * NUM_LAYERS + 1]
 
 
-def test_plan_is_said_before_anything_is_allocated(model_dir: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_plan_is_said_before_anything_is_allocated(clear_dir: Path, caplog: pytest.LogCaptureFixture) -> None:
     gpu = WatchedGpu()
     said: list[str] = []
 
@@ -107,7 +99,7 @@ def test_plan_is_said_before_anything_is_allocated(model_dir: Path, caplog: pyte
             super().allocate(limits, use)
 
     with caplog.at_level(logging.INFO, logger="cupaged"):
-        engine = create_engine(model_dir, gpu=gpu, backend_class=Watched, **OPTIONS)
+        engine = create_engine(clear_dir, gpu=gpu, backend_class=Watched, **OPTIONS)
 
     assert said == [str(engine.executor.plan)]
     assert all(message.startswith("matrix products, ") for message in caplog.messages[1:])
@@ -118,12 +110,12 @@ def test_plan_is_said_before_anything_is_allocated(model_dir: Path, caplog: pyte
     ("memory", "kv_cache_memory"), [(290 << 20, None), (300 << 20, 20 * BLOCK_BYTES)], ids=["memory", "cache"]
 )
 def test_length_that_does_not_fit_is_refused_with_the_largest_that_does(
-    model_dir: Path, memory: int, kv_cache_memory: int | None
+    clear_dir: Path, memory: int, kv_cache_memory: int | None
 ) -> None:
     def load(max_model_len: int) -> LLMEngine:
         options = OPTIONS | {"kv_cache_memory": kv_cache_memory, "enforce_eager": True}
         return create_engine(
-            model_dir, gpu=gpu, gpu_memory_utilization=1.0, **options | {"max_model_len": max_model_len}
+            clear_dir, gpu=gpu, gpu_memory_utilization=1.0, **options | {"max_model_len": max_model_len}
         )
 
     gpu = WatchedGpu(memory=memory)

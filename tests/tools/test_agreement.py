@@ -16,21 +16,16 @@ from tools.make_tiny_model import CLEAR_CASES, write_clear_model
 
 
 @pytest.fixture(scope="module")
-def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_clear_model(tmp_path_factory.mktemp("model"), CLEAR_CASES["clear_llama"])
-
-
-@pytest.fixture(scope="module")
-def lead(model_dir: Path) -> Trace:
-    return reference(model_dir)
+def lead(clear_dir: Path) -> Trace:
+    return reference(clear_dir)
 
 
 def create_cpu(config: EngineConfig, dtype: str) -> Backend:  # noqa: ARG001
     return CpuBackend(dtype, 1)
 
 
-def test_cpu_led_through_chunks_and_preemption_has_the_references_bits(model_dir: Path, lead: Trace) -> None:
-    trace = follow(model_dir, lead, create_cpu)
+def test_cpu_led_through_chunks_and_preemption_has_the_references_bits(clear_dir: Path, lead: Trace) -> None:
+    trace = follow(clear_dir, lead, create_cpu)
 
     assert np.array_equal(trace.logits, lead.logits)
     assert np.array_equal(trace.token_ids, lead.token_ids)
@@ -41,12 +36,12 @@ def test_cpu_led_through_chunks_and_preemption_has_the_references_bits(model_dir
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-def test_planted_fault_breaks_the_rule(model_dir: Path, lead: Trace, fault: Fault) -> None:
+def test_planted_fault_breaks_the_rule(clear_dir: Path, lead: Trace, fault: Fault) -> None:
     backend = FaultyBackend(CpuBackend("bfloat16", 1), fault)
 
-    trace = follow(model_dir, lead, lambda config, dtype: cast(Backend, backend))  # noqa: ARG005
+    trace = follow(clear_dir, lead, lambda config, dtype: cast(Backend, backend))  # noqa: ARG005
 
-    agreement = compare(lead, trace, tolerance(model_dir))
+    agreement = compare(lead, trace, tolerance(clear_dir))
     assert backend.num_faults > 0
     assert agreement.largest > 3 * agreement.tolerance
     assert any("logits differ" in problem for problem in agreement.problems)

@@ -13,16 +13,8 @@ from tools.agreement import Trace
 from tools.emulated_machine import EmulatedMachine
 from tools.engine_check import check_agreement, check_emulator, check_graphs, check_memory
 from tools.engine_timed import TimedEngine
-from tools.make_tiny_model import CLEAR_CASES, write_clear_model, write_tiny_tokenizer
 
 USE = MemoryUse(weights=512, workspace=256, activations=1024, reserve=100)
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    directory = write_clear_model(tmp_path_factory.mktemp("model"), CLEAR_CASES["clear_llama"])
-    write_tiny_tokenizer(directory)
-    return directory
 
 
 def loaded(allocations: list[int], driver: int) -> TimedEngine:
@@ -52,17 +44,21 @@ def test_a_driver_that_takes_more_than_its_reserve_is_found() -> None:
         check_memory(loaded([512, 256, 1024, 192], 101))
 
 
-def test_graphs_give_the_same_bits(model: Path) -> None:
-    assert check_graphs(EmulatedMachine(), model)["num_tokens"] > 50
+def test_graphs_give_the_same_bits(clear_dir: Path) -> None:
+    assert check_graphs(EmulatedMachine(), clear_dir)["num_tokens"] > 50
 
 
-def test_what_the_driver_takes_is_no_matter_of_graphs(monkeypatch: pytest.MonkeyPatch, model: Path) -> None:
+def test_what_the_driver_takes_is_no_matter_of_graphs(
+    monkeypatch: pytest.MonkeyPatch, clear_dir: Path
+) -> None:
     monkeypatch.setattr("cupaged.backend.cuda.MODULES_RESERVE", -(1 << 40))
 
-    assert check_graphs(EmulatedMachine(), model)["num_tokens"] > 50
+    assert check_graphs(EmulatedMachine(), clear_dir)["num_tokens"] > 50
 
 
-def test_another_log_probability_with_graphs_is_found(monkeypatch: pytest.MonkeyPatch, model: Path) -> None:
+def test_another_log_probability_with_graphs_is_found(
+    monkeypatch: pytest.MonkeyPatch, clear_dir: Path
+) -> None:
     def generate(*_: Any, enforce_eager: bool) -> list[list[tuple[int, float]]]:
         return [[(3, -1.0)], [(4, -1.0), (5, -0.25 if enforce_eager else -0.5)]]
 
@@ -71,7 +67,7 @@ def test_another_log_probability_with_graphs_is_found(monkeypatch: pytest.Monkey
     with pytest.raises(
         ValueError, match=r"request 1 gets \(5, -0.5\) at 1 with CUDA graphs and \(5, -0.25\) without"
     ):
-        check_graphs(EmulatedMachine(), model)
+        check_graphs(EmulatedMachine(), clear_dir)
 
 
 def trace(*, off: float = 0.0, eager_off: float = 0.0) -> Any:
@@ -84,36 +80,36 @@ def trace(*, off: float = 0.0, eager_off: float = 0.0) -> Any:
     return follow
 
 
-def test_logits_too_far_off_are_found(monkeypatch: pytest.MonkeyPatch, model: Path) -> None:
+def test_logits_too_far_off_are_found(monkeypatch: pytest.MonkeyPatch, clear_dir: Path) -> None:
     monkeypatch.setattr(engine_check, "reference", trace())
     monkeypatch.setattr(engine_check, "follow", trace(off=2.0))
 
     with pytest.raises(ValueError, match="logits differ by up to 2"):
-        check_agreement(EmulatedMachine(), model)
+        check_agreement(EmulatedMachine(), clear_dir)
 
 
-def test_logits_that_graphs_change_are_found(monkeypatch: pytest.MonkeyPatch, model: Path) -> None:
+def test_logits_that_graphs_change_are_found(monkeypatch: pytest.MonkeyPatch, clear_dir: Path) -> None:
     monkeypatch.setattr(engine_check, "reference", trace())
     monkeypatch.setattr(engine_check, "follow", trace(eager_off=1e-6))
 
     said = r"4 of 4 logits with CUDA graphs are not those without, by up to 1e-06; without them it agrees"
     with pytest.raises(ValueError, match=said):
-        check_agreement(EmulatedMachine(), model)
+        check_agreement(EmulatedMachine(), clear_dir)
 
 
 def test_logits_that_are_off_without_graphs_too_are_said_to_be(
-    monkeypatch: pytest.MonkeyPatch, model: Path
+    monkeypatch: pytest.MonkeyPatch, clear_dir: Path
 ) -> None:
     monkeypatch.setattr(engine_check, "reference", trace())
     monkeypatch.setattr(engine_check, "follow", trace(off=2.0, eager_off=1.0))
 
     with pytest.raises(ValueError, match="logits differ by up to 3"):
-        check_agreement(EmulatedMachine(), model)
+        check_agreement(EmulatedMachine(), clear_dir)
 
 
 def test_without_a_compiler_there_is_no_emulator_to_agree_with(
-    monkeypatch: pytest.MonkeyPatch, model: Path
+    monkeypatch: pytest.MonkeyPatch, clear_dir: Path
 ) -> None:
     monkeypatch.setenv("PATH", "")
 
-    assert check_emulator(EmulatedMachine(), model) == {"skipped": "g++ is not installed"}
+    assert check_emulator(EmulatedMachine(), clear_dir) == {"skipped": "g++ is not installed"}
