@@ -16,6 +16,8 @@ DTypeName = Literal["auto", "float32", "bfloat16", "float16"]
 DeviceName = Literal["auto", "cpu", "cuda"]
 LoadFormat = Literal["auto", "safetensors", "dummy"]
 GenerationConfigName = Literal["auto", "none"]
+SchedulingPolicy = Literal["fcfs", "priority"]
+PreemptionMode = Literal["auto", "swap", "recompute"]
 RopeType = Literal["default", "linear", "dynamic", "llama3", "yarn"]
 
 
@@ -182,6 +184,22 @@ class EngineConfig:
     kv_cache_memory: int | None = option(
         None, "bytes of KV cache; unset = all that is left, on the CPU half of it, at most 4 GiB"
     )
+    enable_prefix_caching: bool = option(
+        True, "keep the KV blocks of prompts and outputs for those that follow"
+    )
+    swap_space: float | None = option(
+        None, "GiB of host memory for KV blocks that are swapped out; unset = 4 on a GPU, 0 on the CPU"
+    )
+    preemption_mode: PreemptionMode = option(
+        "auto", "when KV blocks run out, a victim's are swapped out or recomputed; auto = what costs less"
+    )
+    swap_bandwidth: float | None = option(None, "bytes per second of a swap; unset = measured at load")
+    prefill_rate: float | None = option(None, "tokens per second of a recompute; unset = measured at load")
+    scheduling_policy: SchedulingPolicy = option(
+        "fcfs", "who goes first: by arrival, or by the request's priority (lower first), then arrival"
+    )
+    trace: str | None = option(None, "file that records requests and plans, for python -m cupaged.trace")
+    trace_text: bool = option(False, "record token ids in the trace, from which texts can be read")
     load_format: LoadFormat = option("auto", "auto = safetensors; dummy = random weights, for measurements")
     enforce_eager: bool = option(False, "on a GPU, launch every kernel by itself: no CUDA graphs")
     async_scheduling: bool = option(True, "on a GPU, plan a step while the one before it runs")
@@ -211,11 +229,16 @@ class EngineConfig:
             raise ValueError(f"gpu_memory_utilization must be in (0, 1], got {share!r}")
         if type(self.seed) is not int:
             raise ValueError(f"seed must be a whole number, got {self.seed!r}")
-        for name in ("enforce_eager", "async_scheduling"):
+        for name in ("swap_space", "swap_bandwidth", "prefill_rate"):
+            value = getattr(self, name)
+            least = 0 if name == "swap_space" else 5e-324
+            if value is not None and not (type(value) in (int, float) and least <= value < float("inf")):
+                raise ValueError(f"{name} must be a number {'>= 0' if least == 0 else '> 0'}, got {value!r}")
+        for name in ("enforce_eager", "async_scheduling", "enable_prefix_caching", "trace_text"):
             value = getattr(self, name)
             if not isinstance(value, bool):
                 raise ValueError(f"{name} must be True or False, got {value!r}")
-        for name in ("model", "tokenizer", "chat_template"):
+        for name in ("model", "tokenizer", "chat_template", "trace"):
             value = getattr(self, name)
             if not isinstance(value, str) and (value is not None or name == "model"):
                 raise ValueError(f"{name} must be text, got {value!r}")
@@ -252,6 +275,8 @@ _CHOICES: dict[str, tuple[str, ...]] = {
     "device": get_args(DeviceName),
     "generation_config": get_args(GenerationConfigName),
     "load_format": get_args(LoadFormat),
+    "preemption_mode": get_args(PreemptionMode),
+    "scheduling_policy": get_args(SchedulingPolicy),
 }
 
 _NOT_YET: dict[str, tuple[Any, ...]] = {
@@ -259,13 +284,10 @@ _NOT_YET: dict[str, tuple[Any, ...]] = {
     "pipeline_parallel_size": (1,),
     "quantization": (None,),
     "kv_cache_dtype": ("auto",),
-    "swap_space": (0.0, None),
-    "enable_prefix_caching": (False, None),
     "enable_chunked_prefill": (True, None),
     "trust_remote_code": (False,),
     "tokenizer_mode": ("auto",),
     "skip_tokenizer_init": (False,),
-    "scheduling_policy": ("fcfs",),
     "speculative_config": (None,),
     "enable_lora": (False,),
 }

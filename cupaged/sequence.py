@@ -1,9 +1,10 @@
-"""One prompt and what has been generated for it, as the scheduler and the engine share it.
+"""A request's sequences as the scheduler and the engine share them: one prompt, what is generated for it.
 
-A Sequence names things; the numbers that change every step live in the scheduler's arrays at `row`.
+A SequenceGroup and its sequences name things; the numbers that change every step live in the scheduler's
+arrays, at each sequence's `row`.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import IntEnum
 
 import numpy as np
@@ -13,12 +14,13 @@ from cupaged.sampling_params import SamplingParams
 
 
 class SequenceStatus(IntEnum):
-    """Where a sequence stands with the scheduler."""
+    """Where a group stands with the scheduler; all its sequences move together."""
 
-    WAITING = 0  # not admitted yet: no row, no blocks
-    RUNNING = 1  # has a row and blocks
-    PREEMPTED = 2  # keeps its row and tokens, has no blocks; will be recomputed
-    FINISHED = 3
+    WAITING = 0  # not admitted yet: no rows, no blocks
+    RUNNING = 1  # has rows and blocks
+    PREEMPTED = 2  # keeps its rows and tokens, has no blocks; will be recomputed
+    SWAPPED = 3  # keeps its rows and tokens; its blocks are in host memory
+    FINISHED = 4
 
 
 class FinishReason(IntEnum):
@@ -35,19 +37,43 @@ class FinishReason(IntEnum):
 NOT_FINISHED = -1  # in arrays of FinishReason
 
 
-@dataclass(slots=True, eq=False, kw_only=True)
+@dataclass(slots=True, eq=False)
 class Sequence:
-    """One prompt with its sampling parameters; `seed` is already drawn."""
+    """One of a group's outputs, or one of its beams."""
+
+    group: "SequenceGroup"
+    index: int  # in the group, part of the Philox counter
+    row: int = -1  # index in the scheduler's arrays, -1 while it has none
+    finish_reason: FinishReason | None = None
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class SequenceGroup:
+    """The sequences of one request: one prompt, which they share; `seed` is already drawn."""
 
     request_id: str
     prompt_token_ids: NDArray[np.int32]  # [num_prompt_tokens]
     params: SamplingParams
-    max_total_tokens: int  # prompt + output, never above max_model_len
-    stop_token_ids: tuple[int, ...]  # end the sequence; includes EOS unless ignore_eos
+    max_total_tokens: int  # prompt + output of a sequence, never above max_model_len
+    stop_token_ids: tuple[int, ...] = ()  # end a sequence; includes EOS unless ignore_eos
     banned_token_ids: tuple[int, ...] = ()  # not sampled while fewer than min_tokens are out
     seed: int = 0  # 64 bits, the Philox key
-    index: int = 0  # in its group, part of the Philox counter
-    row: int = -1  # index in the scheduler's arrays, -1 while it has none
+    num_sequences: int = 1
+    # The engine chooses each token (beam search): sequences take part once Scheduler.continue_beams names them.
+    is_beam: bool = False
+    priority: int = 0  # lower goes first
+    cache_salts: tuple[tuple[str, str], ...] = ()  # (kind, text): whose cached prefixes it may share
+    sequences: list[Sequence] = field(init=False)  # by index
     status: SequenceStatus = SequenceStatus.WAITING
-    finish_reason: FinishReason | None = None
+    arrival: int = -1  # ascending in the order of Scheduler.add, which gives it
     num_preemptions: int = 0
+    num_cached_tokens: int = 0  # of the prompt, found in the prefix cache when it was admitted
+
+    def __post_init__(self) -> None:
+        """Make the sequences."""
+        self.sequences = [Sequence(self, index) for index in range(self.num_sequences)]
+
+    @property
+    def unfinished(self) -> list[Sequence]:
+        """Return the sequences that have not ended, by index."""
+        return [seq for seq in self.sequences if seq.finish_reason is None]
