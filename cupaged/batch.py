@@ -39,6 +39,7 @@ class Flag(IntFlag):
     SAMPLES = 1  # the sequence's last position yields a token
     INPUT_FROM_LAST_TOKEN = 2  # its last input id is last_token[row] on the device, not input_ids
     RESET = 4  # first step of this row's sequence since it was admitted or resumed
+    SCALED_LOGPROBS = 8  # its sampled token's log-probabilities are of logits / temperature (0 = of the raw)
 
 
 class Bucket(NamedTuple):
@@ -219,7 +220,7 @@ class TokenLogprobs(NamedTuple):
     seq: NDArray[np.int32]  # [m], index of the sequence in the batch
     is_prompt: NDArray[np.bool_]  # [m], a prompt token (in order) or the sampled one
     token_ids: NDArray[np.int32]  # [m, 1 + n]
-    logprobs: NDArray[np.float32]  # [m, 1 + n], of the raw logits, before temperature and bans
+    logprobs: NDArray[np.float32]  # [m, 1 + n], of the raw logits, before bans; see SCALED_LOGPROBS
     ranks: NDArray[np.int32]  # [m], rank of column 0 among all tokens, 1 = most likely
 
 
