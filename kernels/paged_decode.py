@@ -47,7 +47,8 @@ def num_splits(seq_lens: Array, sliding_window: int) -> int:
 def most_splits(num_seqs: int, seq_len: int, num_slots: int) -> int:
     """Return the most splits that sequences of up to seq_len tokens have in a cache of num_slots tokens.
 
-    Whatever the window. Those that share blocks may have more: cut_decodes.
+    Whatever the window, and whether or not blocks that left it are free. Those that share blocks may have
+    more: cut_decodes.
     """
     return min(num_seqs * ceil_div(seq_len, SPLIT), num_slots // SPLIT + num_seqs)
 

@@ -43,6 +43,7 @@ class Limits(NamedTuple):
     seq_len: int  # tokens of the longest sequence
     block_size: int
     num_slots: int  # tokens that the KV cache holds at most
+    sliding_window: int = 0  # tokens that any layer looks back at most, its own included; 0 = all
 
 
 class MemoryUse(NamedTuple):

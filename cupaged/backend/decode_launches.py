@@ -53,8 +53,9 @@ class DecodeLaunches:
 
     def fits_any(self, batch: Batch) -> bool:
         """Return whether of_any has room for this step; sequences that share blocks may have more splits."""
-        splits = most_splits(batch.num_decodes, self._table_tokens(batch), self._limits.num_slots)
-        return num_splits(self._seq_lens, 0) <= splits
+        limits = self._limits
+        splits = most_splits(batch.num_decodes, self._table_tokens(batch), limits.num_slots)
+        return num_splits(self._seq_lens, limits.sliding_window) <= splits
 
     def _table_tokens(self, batch: Batch) -> int:
         return min(self._limits.seq_len, batch.bucket.table_width * self._limits.block_size)

@@ -58,6 +58,18 @@ def test_sequences_that_share_blocks_may_not_fit_a_recorded_launch(launches: Dec
     assert not launches.fits_any(batch)
 
 
+@pytest.mark.parametrize(("sliding_window", "fits"), [(0, False), (SPLIT, True)])
+def test_blocks_that_left_the_window_take_no_room_of_a_recorded_launch(
+    sliding_window: int, fits: bool
+) -> None:
+    launches = DecodeLaunches(LIMITS._replace(num_slots=5 * (SPLIT + 16), sliding_window=sliding_window))
+    batch = decodes([5000] * 5, 313)
+
+    launches.begin_step(batch, 8)
+
+    assert launches.fits_any(batch) == fits
+
+
 @pytest.mark.parametrize("lens", [[1], [5000] * 5, [513, 5000, 64, 4097, 2]])
 def test_workspace_is_enough_for_any_launch(launches: DecodeLaunches, lens: list[int]) -> None:
     batch = decodes(lens, 313)

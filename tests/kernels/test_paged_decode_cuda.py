@@ -280,6 +280,20 @@ def test_sequences_have_most_splits_at_most(lens: tuple[int, ...], sliding_windo
     assert splits <= most_splits(len(lens), max(lens), sum(lens))
 
 
+@pytest.mark.parametrize("sliding_window", [1, 100, SPLIT, SPLIT + 1])
+@pytest.mark.parametrize("block_size", [16, 128])
+def test_sequences_without_the_blocks_that_left_the_window_have_most_splits_at_most(
+    sliding_window: int, block_size: int
+) -> None:
+    for first in range(3 * SPLIT, 4 * SPLIT, 37):
+        lens = np.arange(first, first + 5, dtype=np.int32)
+        held = -(-lens // block_size) - np.maximum(lens - sliding_window, 0) // block_size  # blocks
+
+        splits = num_splits(lens, sliding_window)
+
+        assert splits <= most_splits(len(lens), int(lens.max()), int(held.sum()) * block_size)
+
+
 def test_most_splits_are_bounded_by_cache_and_by_length() -> None:
     assert most_splits(256, 131_072, 512 * 800) == 800 + 256
     assert most_splits(256, 300, 512 * 800) == 256
