@@ -42,10 +42,10 @@ class SamplingParams:
     skip_special_tokens: bool = True
     include_stop_str_in_output: bool = False
     output_kind: RequestOutputKind = RequestOutputKind.CUMULATIVE
+    n: int = 1  # outputs for one prompt; each draws its own random numbers
+    best_of: int | None = None  # run so many, >= n, return the n most likely by mean log-probability a token
 
     # Accepted at these values only, until the feature exists.
-    n: int = 1
-    best_of: int | None = None
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
     repetition_penalty: float = 1.0
@@ -70,6 +70,11 @@ class SamplingParams:
             object.__setattr__(self, name, float(getattr(self, name)))
         object.__setattr__(self, "top_p", max(self.top_p, _SMALLEST))
 
+    @property
+    def num_sequences(self) -> int:
+        """Return how many sequences are run."""
+        return self.n if self.best_of is None else self.best_of
+
 
 # The sampler computes in float32: the smallest normal number and the largest one.
 _SMALLEST, _LARGEST = 2.0**-126, (2 - 2.0**-23) * 2.0**127
@@ -77,8 +82,6 @@ _SMALLEST, _LARGEST = 2.0**-126, (2 - 2.0**-23) * 2.0**127
 _LISTS = {"stop": "a non-empty string or a list of them", "stop_token_ids": "a list of token ids"}
 
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
-    "n": (1,),
-    "best_of": (None, 1),
     "presence_penalty": (0.0,),
     "frequency_penalty": (0.0,),
     "repetition_penalty": (1.0,),
@@ -159,6 +162,19 @@ def _validate(params: SamplingParams) -> None:
         ok = value is None or (_is_int(value) and 0 <= value <= MAX_LOGPROBS)
         _check(ok, name, value, f"in 0..{MAX_LOGPROBS} or None")
     _validate_stops(params)
+    _validate_number_of_outputs(params)
+
+
+def _validate_number_of_outputs(params: SamplingParams) -> None:
+    n, best_of = params.n, params.best_of
+    _check(_is_int(n) and 1 <= n < 2**31, "n", n, ">= 1")
+    ok = best_of is None or (_is_int(best_of) and n <= best_of < 2**31)
+    _check(ok, "best_of", best_of, f">= n, which is {n}, or None")
+    if params.num_sequences > n and params.output_kind == RequestOutputKind.DELTA:
+        raise ValueError(
+            f"best_of is {best_of} but n is {n}: which are the best is known at the end only; do not stream "
+            "(output_kind DELTA), or leave best_of out"
+        )
 
 
 def _validate_stops(params: SamplingParams) -> None:

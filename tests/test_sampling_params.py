@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from cupaged import SamplingParams
+from cupaged.sampling_params import RequestOutputKind
 
 
 def test_defaults_are_vllms() -> None:
@@ -67,6 +68,14 @@ def test_a_single_stop_string_becomes_a_tuple() -> None:
         ("ignore_eos", "yes"),
         ("detokenize", 1),
         ("output_kind", 7),
+        ("n", 0),
+        ("n", True),
+        ("n", 1.0),
+        ("n", 2**31),
+        ("best_of", 0),
+        ("best_of", True),
+        ("best_of", 2.0),
+        ("best_of", 2**31),
     ],
 )
 def test_bad_value_is_refused_by_name(name: str, value: Any) -> None:
@@ -77,11 +86,8 @@ def test_bad_value_is_refused_by_name(name: str, value: Any) -> None:
 @pytest.mark.parametrize(
     ("name", "value"),
     [
-        ("n", 2),
-        ("n", True),
         ("spaces_between_special_tokens", 1),
         ("logit_bias", np.array([1.0, 2.0])),
-        ("best_of", 3),
         ("presence_penalty", 0.5),
         ("frequency_penalty", -0.5),
         ("repetition_penalty", 1.1),
@@ -98,11 +104,26 @@ def test_option_of_a_later_version_is_refused_but_for_its_neutral_value(name: st
 
 
 def test_neutral_values_of_later_options_are_accepted() -> None:
-    params = SamplingParams(
-        n=1, best_of=1, presence_penalty=0, repetition_penalty=1, logit_bias={}, bad_words=[]
-    )
+    params = SamplingParams(presence_penalty=0, repetition_penalty=1, logit_bias={}, bad_words=[])
 
-    assert params.n == 1
+    assert params == SamplingParams(logit_bias={}, bad_words=[])
+
+
+@pytest.mark.parametrize(("n", "best_of", "num_sequences"), [(1, None, 1), (3, None, 3), (2, 5, 5)])
+def test_best_of_sequences_are_run_else_n(n: int, best_of: int | None, num_sequences: int) -> None:
+    assert SamplingParams(n=n, best_of=best_of).num_sequences == num_sequences
+
+
+def test_best_of_below_n_is_refused_with_both_numbers() -> None:
+    with pytest.raises(ValueError, match=r"best_of must be >= n, which is 3, or None, got 2"):
+        SamplingParams(n=3, best_of=2)
+
+
+def test_the_best_of_more_cannot_be_streamed() -> None:
+    with pytest.raises(ValueError, match=r"best_of is 3 but n is 2: .* do not stream"):
+        SamplingParams(n=2, best_of=3, output_kind=RequestOutputKind.DELTA)
+
+    assert SamplingParams(n=2, best_of=2, output_kind=RequestOutputKind.DELTA).n == 2
 
 
 @pytest.mark.parametrize(
