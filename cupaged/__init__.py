@@ -7,12 +7,12 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from cupaged.config import EngineConfig
-from cupaged.sampling_params import SamplingParams
+from cupaged.sampling_params import BeamSearchParams, SamplingParams
 
 if TYPE_CHECKING:
     from cupaged.llm import LLM
 
-__all__ = ["LLM", "EngineConfig", "SamplingParams", "__version__"]
+__all__ = ["LLM", "BeamSearchParams", "EngineConfig", "SamplingParams", "__version__"]
 __version__ = "0.1.0"
 
 

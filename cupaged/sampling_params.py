@@ -1,4 +1,4 @@
-"""SamplingParams: how the next token of one request is chosen and when the request ends.
+"""SamplingParams: how the next token of one request is chosen and when it ends; BeamSearchParams: a search.
 
 Field names, defaults and meaning are vLLM's. Fields that a later version brings are accepted at
 their neutral value and refused otherwise, so nothing that a user asks for is ignored in silence.
@@ -8,9 +8,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from enum import IntEnum
 from numbers import Integral, Real
-from typing import Any
+from typing import Any, Literal
 
 MAX_LOGPROBS = 20
+MAX_CANDIDATES = 128  # log-probabilities of one token that kernels give: beam_width and the EOS tokens
 MAX_STOPS = 1024  # stop strings, or stop token ids, of one request: all others wait while they are searched
 
 
@@ -133,7 +134,7 @@ def _check(ok: bool, name: str, value: object, limit: str) -> None:
         raise ValueError(f"{name} must be {limit}, got {value!r}")
 
 
-def _check_number(params: SamplingParams, name: str, limit: str, low: float, high: float) -> None:
+def _check_number(params: object, name: str, limit: str, low: float, high: float) -> None:
     value = getattr(params, name)
     _check((_is_int(value) or isinstance(value, float)) and low <= value <= high, name, value, limit)
 
@@ -193,3 +194,41 @@ def _validate_stops(params: SamplingParams) -> None:
         _check(isinstance(getattr(params, name), bool), name, getattr(params, name), "True or False")
     kind = params.output_kind
     _check(isinstance(kind, RequestOutputKind), "output_kind", kind, "a RequestOutputKind")
+
+
+EarlyStopping = bool | Literal["never"]
+
+_MAX_LENGTH_PENALTY = 16  # of a length of 2**31 tokens, a score is still far from the largest float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BeamSearchParams:
+    """How one prompt's beams are searched, by transformers' rules; ValueErrors as SamplingParams raises them."""
+
+    beam_width: int  # beams that run at once, and outputs; 1 = greedy
+    max_tokens: int  # more than fit = up to max_model_len
+    ignore_eos: bool = False
+    temperature: float = 0.0  # logits are divided by it; 0 and 1 leave them as they are
+    length_penalty: float = 1.0  # a score is the log-probability / length ** length_penalty; > 0 favours long
+    # When beam_width outputs have ended: True = stop, False = go on while the best beam beats the worst of
+    # them at its present length, "never" = while it could at any length.
+    early_stopping: EarlyStopping = False
+    include_stop_str_in_output: bool = False  # the EOS token in the text
+
+    def __post_init__(self) -> None:
+        """Normalise numbers, then validate every field."""
+        for item in fields(self):
+            object.__setattr__(self, item.name, as_plain(getattr(self, item.name)))
+        width, most, stopping = self.beam_width, self.max_tokens, self.early_stopping
+        ok = _is_int(width) and 1 <= width <= MAX_CANDIDATES
+        _check(ok, "beam_width", width, f"in 1..{MAX_CANDIDATES}")
+        _check(_is_int(most) and most >= 1, "max_tokens", most, ">= 1")
+        _check_number(self, "temperature", "a finite float32 >= 0", 0, _LARGEST)
+        limit = f"in -{_MAX_LENGTH_PENALTY}..{_MAX_LENGTH_PENALTY}"
+        _check_number(self, "length_penalty", limit, -_MAX_LENGTH_PENALTY, _MAX_LENGTH_PENALTY)
+        ok = isinstance(stopping, bool) or stopping == "never"
+        _check(ok, "early_stopping", stopping, "True, False or 'never'")
+        for name in ("ignore_eos", "include_stop_str_in_output"):
+            _check(isinstance(getattr(self, name), bool), name, getattr(self, name), "True or False")
+        for name in ("temperature", "length_penalty"):
+            object.__setattr__(self, name, float(getattr(self, name)))

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from cupaged import SamplingParams
+from cupaged import BeamSearchParams, SamplingParams
 from cupaged.sampling_params import RequestOutputKind
 
 
@@ -191,3 +191,45 @@ def test_stop_strings_need_text() -> None:
 
 def test_negative_seed_is_accepted() -> None:
     assert SamplingParams(seed=-1).seed == -1
+
+
+def test_beam_search_defaults_are_vllms() -> None:
+    params = BeamSearchParams(beam_width=4, max_tokens=8)
+
+    assert (params.temperature, params.length_penalty, params.ignore_eos) == (0.0, 1.0, False)
+    assert params.early_stopping is False
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("beam_width", 0),
+        ("beam_width", 129),
+        ("beam_width", 2.0),
+        ("beam_width", True),
+        ("max_tokens", 0),
+        ("max_tokens", None),
+        ("temperature", -1),
+        ("temperature", math.nan),
+        ("length_penalty", math.inf),
+        ("length_penalty", 16.5),
+        ("length_penalty", "long"),
+        ("early_stopping", "always"),
+        ("early_stopping", 1),
+        ("ignore_eos", 1),
+        ("include_stop_str_in_output", "no"),
+    ],
+)
+def test_bad_beam_search_field_is_named(name: str, value: Any) -> None:
+    with pytest.raises(ValueError, match=rf"^{name} must be .*got"):
+        BeamSearchParams(**{"beam_width": 2, "max_tokens": 4, name: value})
+
+
+def test_beam_search_takes_numpy_scalars_and_whole_numbers() -> None:
+    params = BeamSearchParams(
+        beam_width=np.int64(3), max_tokens=4, length_penalty=np.float32(0.5), temperature=2
+    )
+
+    assert type(params.beam_width) is int
+    assert (params.length_penalty, params.temperature) == (0.5, 2.0)
+    assert type(params.temperature) is float
