@@ -46,6 +46,7 @@ class RequestOutput:
     prompt: str | None  # None if it came as token ids
     prompt_token_ids: list[int]  # with output_kind DELTA, empty after the first output
     prompt_logprobs: list[Logprobs | None] | None  # one a prompt token, None first; DELTA: first output only
-    outputs: list[CompletionOutput] = field(default_factory=list)
-    finished: bool = False
+    outputs: list[CompletionOutput] = field(default_factory=list)  # n by index; DELTA: those with news
+    finished: bool = False  # all of them
     metrics: RequestMetrics | None = None
+    num_cached_tokens: int = 0  # of the prompt, found in the prefix cache
