@@ -50,3 +50,21 @@ class RequestOutput:
     finished: bool = False  # all of them
     metrics: RequestMetrics | None = None
     num_cached_tokens: int = 0  # of the prompt, found in the prefix cache
+
+
+@dataclass(slots=True)
+class BeamSearchSequence:
+    """One output of a beam search."""
+
+    tokens: list[int]  # the prompt's included, and the EOS token if it ended by one
+    text: str  # of all of them, but of that EOS token only with include_stop_str_in_output
+    cum_logprob: float  # of the output, without length penalty
+    finish_reason: str  # "stop" by EOS, "length"
+    stop_reason: int | str | None = None
+
+
+@dataclass(slots=True)
+class BeamSearchOutput:
+    """The outputs of one beam search."""
+
+    sequences: list[BeamSearchSequence]  # best first

@@ -203,7 +203,7 @@ _MAX_LENGTH_PENALTY = 16  # of a length of 2**31 tokens, a score is still far fr
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BeamSearchParams:
-    """How one prompt's beams are searched, by transformers' rules; ValueErrors as SamplingParams raises them."""
+    """How one prompt's beams are searched, by transformers' rules; raises ValueError as SamplingParams."""
 
     beam_width: int  # beams that run at once, and outputs; 1 = greedy
     max_tokens: int  # more than fit = up to max_model_len
