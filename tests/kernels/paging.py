@@ -1,6 +1,7 @@
 """A paged cache with known contents, and dense float64 attention over them.
 
-Unused cache is NaN and tables are padded with -1, so that reading what must not be read shows.
+Tables are -1 past the end and before the window, and all blocks that a step's tables do not name are NaN, so
+that reading what must not be read shows.
 """
 
 from dataclasses import dataclass, field
@@ -15,6 +16,15 @@ from cupaged.kernels.paged_attention import SIGNATURE, paged_attention_cpu
 
 LAYER, NUM_LAYERS = 1, 2
 Floats = NDArray[np.float32]
+
+
+class Table(np.ndarray[Any, np.dtype[np.int32]]):
+    """Block tables that notice that a -1 is read; in the interpreter alone (test_interpreter.py)."""
+
+    def __getitem__(self, index: Any) -> Any:
+        found = super().__getitem__(index)
+        assert np.ndim(found) > 0 or found >= 0, f"entry {index} of a block table is read: {found}"
+        return found
 
 
 @dataclass
@@ -50,7 +60,8 @@ class PagedCase:
         pool = np.full(
             (total, NUM_LAYERS, 2, self.num_kv_heads, self.block_size, self.head_dim), np.nan, self.kv_dtype
         )
-        free = iter(rng.permutation(total).tolist())
+        # Neither the first nor the last, which a -1 would name if it were counted from the end.
+        free = iter((1 + rng.permutation(total - 2)).tolist())
         self.tables = np.full((len(self.lens), max(num_blocks) + 2), -1, np.int32)
         for seq, count in enumerate(num_blocks):
             self.tables[seq, :count] = [next(free) for _ in range(count)]
@@ -72,18 +83,28 @@ class PagedCase:
             tables[i, first:last] = self.tables[seq, first:last]
         return tables
 
+    def hide_others(self, pool: NDArray[Any], tables: NDArray[np.int32]) -> NDArray[Any]:
+        """Return the pool with NaN in all blocks that `tables` do not name."""
+        hidden = np.setdiff1d(self.tables, tables)
+        if len(hidden) == 0:
+            return pool
+        pool = pool.copy()
+        pool[hidden] = np.nan
+        return pool
+
     def attend(self, *chunks: tuple[int, int, int]) -> list[Floats]:
         """Run one step whose chunks (seq, start, stop) are its new tokens; return each one's output."""
         lengths = [stop - start for _, start, stop in chunks]
+        tables = self.cut_tables(*chunks)
         queries = np.concatenate([self.q[seq][start:stop] for seq, start, stop in chunks])
         fused = np.full((len(queries), self.num_heads + 2, self.head_dim), np.nan, np.float32)
         fused[:, : self.num_heads] = queries  # the heads of one token lie in a longer row, as in qkv
         out = np.full_like(queries, np.nan)
         paged_attention_cpu(
             fused[:, : self.num_heads],
-            self.pool,
+            self.hide_others(self.pool.view(self.kv_dtype), tables).view(self.pool.dtype),
             LAYER,
-            self.cut_tables(*chunks),
+            tables.view(Table),
             np.cumsum([0, *lengths], dtype=np.int32),
             np.array([stop for *_, stop in chunks], np.int32),
             self.scale,

@@ -1,7 +1,7 @@
 """A paged cache as CUDA kernels have it, with known contents, and what a launch of attention is given.
 
-It is a PagedCase, so dense float64 and the CPU twin are there for the same sequences. Unused cache, what lies
-around the queries, and outputs are NaN; tables are -1 past the end and before the window.
+It is a PagedCase, so dense float64 and the CPU twin are there for the same sequences. Blocks that no table
+names, what lies around the queries, and outputs are NaN; tables are -1 past the end and before the window.
 """
 
 from dataclasses import dataclass
@@ -72,7 +72,7 @@ class CudaCase(PagedCase):
         lens = np.array([stop for *_, stop in chunks], np.int32)
         return Step(
             q=qkv[:, : self.num_heads],
-            pool=self.cuda_pool,
+            pool=self.hide_others(self.cuda_pool, tables),
             layer=LAYER,
             block_tables=np.pad(tables, ((0, padding), (0, 0)), constant_values=-1),
             query_start=np.pad(ends, (0, padding), mode="edge"),

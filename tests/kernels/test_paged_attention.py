@@ -48,6 +48,27 @@ def test_sliding_window_cuts_as_dense_attention_does(sliding_window: int) -> Non
     assert_close(case.prefill(), case.dense())
 
 
+@pytest.mark.parametrize("kv_dtype", KV_DTYPES)
+@pytest.mark.parametrize("block_size", [16, 32, 64, 128])
+@pytest.mark.parametrize("sliding_window", [1, 17, 50, 127, 130, 300])
+def test_tables_without_what_left_the_window_give_dense_attention(
+    sliding_window: int, block_size: int, kv_dtype: Any
+) -> None:
+    case = PagedCase((700,), 4, 2, 16, block_size, kv_dtype, sliding_window=sliding_window)
+    chunks = [(0, 699, 700), (0, 384, 385), (0, 383, 384), (0, 301, 700), (0, 130, 141)]
+    expected = case.dense()
+
+    for chunk in chunks:
+        assert_close(case.attend(chunk)[0], expected[chunk[1] : chunk[2]])
+
+
+@pytest.mark.parametrize("chunk", [(0, 144, 150), (0, 149, 150), (0, 30, 33)])
+def test_tables_are_read_at_the_window_alone(chunk: tuple[int, int, int]) -> None:
+    case = PagedCase((150,), 2, 1, 4, sliding_window=20)
+
+    case.attend(chunk)  # its tables notice, in the interpreter
+
+
 def test_softcap_and_sinks_equal_dense_attention() -> None:
     sinks = np.array([-1.0, 0.5, 3.0, 20.0], np.float32)
     case = PagedCase((150,), 4, 2, 32, softcap=2.5, sinks=sinks, sliding_window=40)

@@ -95,6 +95,21 @@ def test_sliding_window_cuts_as_dense_attention_does(device: EmulatedDevice, sli
     case.assert_close(launch(device, case.step(*newest(LENS))), *newest(LENS))
 
 
+@pytest.mark.parametrize("block_size", [16, 32, 64, 128])
+@pytest.mark.parametrize(
+    ("sliding_window", "max_blocks"), [(17, None), (100, 1), (SPLIT + 5, None), (1100, 3)]
+)
+def test_blocks_that_left_the_window_are_not_read(
+    device: EmulatedDevice, sliding_window: int, max_blocks: int | None, block_size: int
+) -> None:
+    lens = (2100, 97, 1, SPLIT + 130)
+    case = CudaCase(lens, 2, 1, 64, block_size, sliding_window=sliding_window)
+
+    out = launch(device, case.step(*newest(lens)), max_blocks=max_blocks)
+
+    case.assert_close(out, *newest(lens))
+
+
 def test_softcap_and_sinks_equal_dense_attention(device: EmulatedDevice) -> None:
     sinks = np.array([-1.0, 0.5, 3.0, 20.0, 0.0, -30.0], np.float32)
     case = CudaCase(LENS, 6, 2, 80, softcap=2.5, sinks=sinks, sliding_window=600)

@@ -94,6 +94,18 @@ def test_sliding_window_cuts_as_dense_attention_does(device: EmulatedDevice, sli
     case.assert_close(launch(device, case.step(*chunks)), *chunks)
 
 
+@pytest.mark.parametrize("head_dim", [64, 256])  # KV tiles of 64 and of 32 tokens
+@pytest.mark.parametrize("block_size", [16, 32, 64, 128])
+@pytest.mark.parametrize("sliding_window", [1, 17, 70, 150])
+def test_blocks_that_left_the_window_are_not_read(
+    device: EmulatedDevice, sliding_window: int, block_size: int, head_dim: int
+) -> None:
+    case = CudaCase((400, 300, 257), 2, 1, head_dim, block_size, sliding_window=sliding_window)
+    chunks = [(0, 330, 400), (1, 299, 300), (2, 250, 255)]
+
+    case.assert_close(launch(device, case.step(*chunks)), *chunks)
+
+
 def test_softcap_and_sinks_equal_dense_attention(device: EmulatedDevice) -> None:
     sinks = np.array([-1.0, 0.5, 3.0, 20.0, 0.0, -30.0], np.float32)
     case = CudaCase((97, 150), 6, 2, 80, softcap=2.5, sinks=sinks, sliding_window=100)
