@@ -1,7 +1,7 @@
-"""The machine of the paper's experiments, OPT-13B on an A100 of 40 GB, and how long its steps take: a linear model.
+"""The machine of the paper's experiments, OPT-13B on an A100 of 40 GB, and a linear model of its time.
 
-Every number is the paper's (section 3 and Table 1), a data sheet's, or stated here with its reason; none is fitted
-to the paper's results.
+Every number is the paper's (section 3 and Table 1), a data sheet's, or stated here with its reason; none is
+fitted to the paper's results.
 
     step  = weights / bandwidth + tokens * FLOP / rate + context * bytes of KV / bandwidth
     swap  = copies * COPY_SECONDS + bytes / link
@@ -17,7 +17,8 @@ NUM_SLOTS_80GB = (80 - 28) * 2**30 // KV_BYTES
 # Data sheet of the A100: 1,555 GB/s and 312 TFLOP/s. A copy reaches 0.9 of an H200's, a matrix product 0.8.
 BANDWIDTH = 0.9 * 1555e9  # bytes per second
 FLOP_RATE = 0.8 * 312e12  # per second
-# PCIe 4.0, 16 lanes: 31.5 GB/s, of which large copies reach about 0.8; to submit and start one takes about 10 us.
+# PCIe 4.0, 16 lanes: 31.5 GB/s, of which large copies reach about 0.8; to submit and start one takes about
+# 10 us.
 LINK = 0.8 * 31.5e9  # bytes per second
 COPY_SECONDS = 10e-6
 
@@ -27,7 +28,7 @@ CONTEXT_SECONDS = KV_BYTES / BANDWIDTH  # a token in the cache is read once a st
 
 
 def step_seconds(num_tokens: float, num_context: float) -> float:
-    """Return how long a step of `num_tokens` new tokens takes, with `num_context` tokens in the cache behind it."""
+    """Return how long a step of `num_tokens` takes whose sequences have `num_context` in the cache."""
     return STEP_SECONDS + num_tokens * TOKEN_SECONDS + num_context * CONTEXT_SECONDS
 
 

@@ -1,13 +1,14 @@
 """The requests of the PagedAttention paper's experiments, drawn anew: lengths and arrivals.
 
-The paper (SOSP 2023, section 6.1) states the mean lengths of its two data sets, ShareGPT and Alpaca, and Poisson
-arrivals; the texts are not here, so lengths are log-normal with those means.
+The paper (SOSP 2023, section 6.1) states the mean lengths of its two data sets, ShareGPT and Alpaca, and
+Poisson arrivals; the texts are not here, so lengths are log-normal with those means.
 
-SIGMA, the standard deviation of a length's logarithm, was set to 1 before anything was run. Why 1: the paper gives
-no spread; 172 rows of another public record of conversations, Azure's of November 2023, have 1.1 (prompts) and 0.9
-(outputs); and 1 is a round number between them that nobody can have fitted. What depends on it is shown at
-SIGMA +- 25 % too. Lengths end where that group's benchmarks cut them: prompts at 1024 tokens, and outputs at the
-other half of OPT's 2048; the log-normal's median is such that the mean of what is left is the stated one.
+SIGMA, the standard deviation of a length's logarithm, was set to 1 before anything was run. Why 1: the paper
+gives no spread; 172 rows of another public record of conversations, Azure's of November 2023, have 1.1
+(prompts) and 0.9 (outputs); and it is a round number between them, which nobody can have fitted. What depends
+on it is shown at SIGMA +- 25 % too. Lengths end where that group's benchmarks cut them: prompts at 1024
+tokens, and outputs at the other half of OPT's 2048; the log-normal's median is such that the mean of what is
+left is the stated one.
 """
 
 from dataclasses import dataclass
