@@ -97,6 +97,7 @@ TRAFFIC = [
     paged_decode(Heads("bf16", 8, 2, 128), Paging((1024, 1024))),
     paged_decode(Heads("bf16", 4, 2, 80), Paging((97, 640))),
     paged_decode(Heads("bf16", 8, 2, 128), Paging((1024, 1024)), max_blocks=3),
+    paged_decode(Heads("bf16", 8, 2, 128), Paging((4000, 3000), window=650)),
 ]
 LLAMA_8B = Heads("bf16", 32, 8, 128)
 NUM_SMS = 132  # of an H200

@@ -83,6 +83,7 @@ TRAFFIC = [
     paged_prefill(Heads("bf16", 8, 2, 128), Paging((128, 128)), (128, 128)),
     paged_prefill(Heads("bf16", 4, 1, 128), Paging((1024,)), (64,)),
     paged_prefill(Heads("bf16", 2, 1, 80), Paging((97,)), (33,)),
+    paged_prefill(Heads("bf16", 4, 1, 128), Paging((2000,), window=150), (90,)),
 ]
 # Prompts of Llama-3.1-8B's heads.
 TIMED = [
