@@ -1,8 +1,8 @@
 """python -m cupaged.generate MODEL "a prompt": generate from the shell, streaming.
 
 With --input FILE, reads JSON lines, each {"prompt": ...}, {"prompt_token_ids": [...]} or {"messages": [...]}
-with any fields of SamplingParams beside it, and writes one JSON line for each to --output, in order. A bad
-line gets {"error": ...} and harms no other.
+with any fields of SamplingParams, "cache_salt" or "priority" beside it, and writes one JSON line for each to
+--output, in order; with n above 1 it has "outputs", a list. A bad line gets {"error": ...}, harms no other.
 """
 
 import argparse
@@ -14,11 +14,11 @@ from contextlib import ExitStack
 from dataclasses import fields
 from math import isfinite
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any, NamedTuple, TextIO
 
 from cupaged.flags import add_engine_flags, engine_config, is_watched, say_loading, show_log
 from cupaged.llm import LLM
-from cupaged.outputs import Logprobs, RequestOutput
+from cupaged.outputs import CompletionOutput, Logprobs, RequestOutput
 from cupaged.sampling_params import RequestOutputKind, SamplingParams
 
 _NUMBERS: dict[str, type] = {
@@ -28,6 +28,7 @@ _NUMBERS: dict[str, type] = {
     "top_p": float,
     "top_k": int,
     "min_p": float,
+    "n": int,
 }
 
 
@@ -95,28 +96,38 @@ def _read_lines(path: Path) -> list[str]:
 def run_lines(llm: LLM, lines: list[str], options: dict[str, Any], out: TextIO) -> int:
     """Generate for every JSON line together; write one line each, in order. Return 1 if any was bad."""
     results: dict[int, dict[str, Any]] = {}
-    good: list[tuple[int, Any, SamplingParams]] = []
+    good: dict[int, _Line] = {}
     for number, line in enumerate(lines):
         if not line.strip():
             continue
         try:
-            prompt, params = _parse_line(llm, line, options)
-            llm.engine.make_request(f"check {number}", prompt, params)
-            good.append((number, prompt, params))
+            parsed = _parse_line(llm, line, options)
+            llm.engine.make_request(f"check {number}", *parsed)
+            good[number] = parsed
         except (ValueError, TypeError, RecursionError) as error:
             # A message may quote half a surrogate pair, which no file can hold.
             text = str(error).encode(errors="backslashreplace").decode()
             results[number] = {"error": f"line {number + 1}: {text}"}
     is_bad = bool(results)
-    outputs = llm.generate([prompt for _, prompt, _ in good], [params for _, _, params in good])
-    for (number, _, _), output in zip(good, outputs, strict=True):
+    each = list(good.values())
+    prompts, params = [line.prompt for line in each], [line.params for line in each]
+    outputs = llm.generate(prompts, params, priority=[line.priority for line in each])
+    for number, output in zip(good, outputs, strict=True):
         results[number] = _as_json(output)
     for number in sorted(results):
         out.write(json.dumps(results[number], ensure_ascii=False) + "\n")
     return int(is_bad)
 
 
-def _parse_line(llm: LLM, line: str, options: dict[str, Any]) -> tuple[Any, SamplingParams]:
+class _Line(NamedTuple):
+    """A line that was read, as LLM.generate takes it."""
+
+    prompt: dict[str, Any]
+    params: SamplingParams
+    priority: int
+
+
+def _parse_line(llm: LLM, line: str, options: dict[str, Any]) -> _Line:
     values = json.loads(line)
     if not isinstance(values, dict):
         raise ValueError(f"expected an object, got {line[:40]!r}")
@@ -124,10 +135,12 @@ def _parse_line(llm: LLM, line: str, options: dict[str, Any]) -> tuple[Any, Samp
     if len(sources) != 1:
         raise ValueError(f"needs exactly one of prompt, prompt_token_ids, messages; got {sources}")
     source = values.pop(sources[0])
+    salt, priority = values.pop("cache_salt", None), values.pop("priority", 0)
     params = SamplingParams(**{**options, **values})
-    if sources[0] != "messages":
-        return {sources[0]: source}, params
-    return _chat_prompt(llm, source), params
+    prompt = {sources[0]: source}
+    if sources[0] == "messages":
+        prompt = {"prompt_token_ids": _chat_prompt(llm, source)}
+    return _Line({**prompt, "cache_salt": salt}, params, priority)
 
 
 def _chat_prompt(llm: LLM, messages: list[dict[str, Any]]) -> list[int]:
@@ -136,18 +149,25 @@ def _chat_prompt(llm: LLM, messages: list[dict[str, Any]]) -> list[int]:
 
 
 def _as_json(output: RequestOutput) -> dict[str, Any]:
-    completion = output.outputs[0]
+    """Return what a line is answered with; one output stands in it by itself, several are a list."""
+    parts = list(map(_completion_json, output.outputs))
+    found: dict[str, Any] = parts[0] if len(parts) == 1 else {"outputs": parts}
+    found["num_prompt_tokens"] = len(output.prompt_token_ids)
+    found["num_cached_tokens"] = output.num_cached_tokens
+    if output.prompt_logprobs is not None:
+        found["prompt_logprobs"] = list(map(_logprobs_json, output.prompt_logprobs))
+    return found
+
+
+def _completion_json(completion: CompletionOutput) -> dict[str, Any]:
     found: dict[str, Any] = {
         "text": completion.text,
         "token_ids": completion.token_ids,
         "finish_reason": completion.finish_reason,
         "stop_reason": completion.stop_reason,
-        "num_prompt_tokens": len(output.prompt_token_ids),
     }
     if completion.logprobs is not None:
         found["logprobs"] = list(map(_logprobs_json, completion.logprobs))
-    if output.prompt_logprobs is not None:
-        found["prompt_logprobs"] = list(map(_logprobs_json, output.prompt_logprobs))
     return found
 
 
@@ -172,9 +192,11 @@ def _sampling_options(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def _stream(llm: LLM, prompt: str, chat: bool, options: dict[str, Any]) -> int:
-    """Print one answer as it comes."""
+    """Print one answer as it comes, or n of them when all are there."""
+    is_alone = options.get("n", 1) == 1
+    kind = RequestOutputKind.DELTA if is_alone else RequestOutputKind.FINAL_ONLY
     try:
-        params = SamplingParams(**{**options, "output_kind": RequestOutputKind.DELTA})
+        params = SamplingParams(**{**options, "output_kind": kind})
         source = _chat_prompt(llm, [{"role": "user", "content": prompt}]) if chat else prompt
         llm.engine.add_request("0", source, params)
     except ValueError as error:
@@ -182,8 +204,11 @@ def _stream(llm: LLM, prompt: str, chat: bool, options: dict[str, Any]) -> int:
         return 1
     while llm.engine.has_unfinished():
         for output in llm.engine.step():
-            print(output.outputs[0].text, end="", flush=True)
-    print()
+            for completion in output.outputs:
+                text = completion.text if is_alone else f"[{completion.index}]{completion.text}\n"
+                print(text, end="", flush=True)
+    if is_alone:
+        print()
     return 0
 
 

@@ -1,7 +1,8 @@
 """LLM: the offline front door. Prompts in, finished outputs out, in order."""
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import chain
 from numbers import Number
 from pathlib import Path
@@ -12,6 +13,7 @@ from typing import Any, cast
 from tqdm import tqdm
 
 from cupaged.config import EngineConfig
+from cupaged.engine.beam_search import BeamRequest
 from cupaged.engine.llm_engine import LLMEngine, Prompt
 from cupaged.engine.request import Request
 from cupaged.engine.tokenizer import Tokenizer
@@ -19,6 +21,7 @@ from cupaged.outputs import RequestOutput
 from cupaged.sampling_params import RequestOutputKind, SamplingParams
 
 Message = Mapping[str, Any]  # {"role": ..., "content": ...}
+MakeRequest = Callable[[str], Request | BeamRequest]  # of the request_id
 
 
 class LLM:
@@ -40,30 +43,25 @@ class LLM:
         prompts: Prompt | Iterable[Prompt],
         sampling_params: SamplingParams | Iterable[SamplingParams] | None = None,
         use_tqdm: bool = True,
+        *,
+        priority: Iterable[int] | None = None,
     ) -> list[RequestOutput]:
-        """Return one finished RequestOutput for each prompt, in order.
+        """Return one finished RequestOutput for each prompt, in order, with n outputs each.
 
         A prompt is a str, a list of token ids, {"prompt": str} or {"prompt_token_ids": [...]}; one or a list.
-        sampling_params: one for all, one for each, or None for the model's own defaults. ValueError names
-        the first bad prompt or parameter, before anything has run.
+        A dict may also have "cache_salt": str; then only prompts of the same salt share cached prefixes.
+        sampling_params: one for all, one for each, or None for the model's own defaults. priority: one for
+        each, lower goes first, where scheduling_policy is "priority". ValueError names the first bad prompt
+        or parameter, before anything has run.
         """
-        with self._lock:
-            if self._is_closed:
-                raise RuntimeError("the LLM is closed; make a new one")
-            prompt_list = _as_prompts(prompts)
-            params_list = self._params(sampling_params, len(prompt_list))
-            ids = [str(self._num_requests + i) for i in range(len(prompt_list))]
-            self._num_requests += len(ids)
-            requests = self._make_requests(ids, prompt_list, params_list)
-            try:
-                for request in requests:
-                    self.engine.add(request)
-                finished = self._run(set(ids), use_tqdm)
-            except BaseException:  # also KeyboardInterrupt: leave nothing running behind
-                for request_id in ids:
-                    self.engine.abort(request_id)
-                raise
-        return [finished[request_id] for request_id in ids]
+        prompt_list = _as_prompts(prompts)
+        params_list = self._params(sampling_params, len(prompt_list))
+        priorities = _as_priorities(priority, len(prompt_list))
+        makers = [
+            partial(self.engine.make_request, prompt=prompt, params=params, priority=rank)
+            for prompt, params, rank in zip(prompt_list, params_list, priorities, strict=True)
+        ]
+        return self._run(makers, use_tqdm)
 
     def chat(
         self,
@@ -71,6 +69,7 @@ class LLM:
         sampling_params: SamplingParams | Iterable[SamplingParams] | None = None,
         use_tqdm: bool = True,
         *,
+        priority: Iterable[int] | None = None,
         chat_template: str | None = None,
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
@@ -91,7 +90,16 @@ class LLM:
             )
             ids = tokenizer.encode(text, add_special_tokens=False)
             prompts.append({"prompt": text, "prompt_token_ids": ids})
-        return self.generate(prompts, sampling_params, use_tqdm)
+        return self.generate(prompts, sampling_params, use_tqdm, priority=priority)
+
+    def reset_prefix_cache(self) -> None:
+        """Have no prefix that is cached so far found again."""
+        with self._lock:
+            self.engine.reset_prefix_cache()
+
+    def get_metrics(self) -> dict[str, int]:
+        """Return counters by name (preemptions, prefix_hit_tokens, ...) and gauges (num_running, ...)."""
+        return self.engine.get_metrics()
 
     def get_tokenizer(self) -> Tokenizer:
         """Return the tokenizer."""
@@ -137,21 +145,36 @@ class LLM:
         final = [replace(item, output_kind=RequestOutputKind.FINAL_ONLY) for item in given]
         return final if is_list else final * num_prompts
 
-    def _make_requests(
-        self, ids: list[str], prompts: list[Prompt], params: list[SamplingParams]
-    ) -> list[Request]:
-        requests = []
-        for i, args in enumerate(zip(ids, prompts, params, strict=True)):
+    def _run(self, makers: Sequence[MakeRequest], use_tqdm: bool) -> list[RequestOutput]:
+        """Make a request by each maker, before any runs; return the output of each when all have finished."""
+        with self._lock:
+            if self._is_closed:
+                raise RuntimeError("the LLM is closed; make a new one")
+            requests = self._make_requests(makers)
+            ids = [request.request_id for request in requests]
             try:
-                requests.append(self.engine.make_request(*args))
+                for request in requests:
+                    self.engine.add(request)
+                finished = self._step_until_finished(set(ids), use_tqdm)
+            except BaseException:  # also KeyboardInterrupt: leave nothing running behind
+                for request_id in ids:
+                    self.engine.abort(request_id)
+                raise
+        return [finished[request_id] for request_id in ids]
+
+    def _make_requests(self, makers: Sequence[MakeRequest]) -> list[Request | BeamRequest]:
+        requests = []
+        for i, make in enumerate(makers):
+            try:
+                requests.append(make(str(self._num_requests)))
             except ValueError as error:
-                if len(prompts) == 1:
+                if len(makers) == 1:
                     raise
                 raise ValueError(f"prompts[{i}]: {error}") from error
+            self._num_requests += 1
         return requests
 
-    def _run(self, pending: set[str], use_tqdm: bool) -> dict[str, RequestOutput]:
-        """Step until all pending requests have finished."""
+    def _step_until_finished(self, pending: set[str], use_tqdm: bool) -> dict[str, RequestOutput]:
         finished: dict[str, RequestOutput] = {}
         num_tokens = 0
         with tqdm(total=len(pending), desc="requests", disable=not use_tqdm, dynamic_ncols=True) as bar:
@@ -160,7 +183,7 @@ class LLM:
                     if output.request_id not in pending:  # the user's own, added to the engine
                         continue
                     finished[output.request_id] = output
-                    num_tokens += len(output.outputs[0].token_ids)
+                    num_tokens += sum(len(completion.token_ids) for completion in output.outputs)
                     bar.update()
                     rate = num_tokens / max(bar.format_dict["elapsed"], 1e-9)
                     bar.set_postfix_str(f"{rate:.1f} output tokens/s", refresh=False)
@@ -173,6 +196,15 @@ def _as_prompts(prompts: Prompt | Iterable[Prompt]) -> list[Prompt]:
         return [cast(Any, prompts)]
     each: list[Any] = list(_iterate("prompts", "a prompt or a list of them", prompts))
     return [each] if any(isinstance(item, Number) for item in each) else each
+
+
+def _as_priorities(priority: Iterable[int] | None, num_prompts: int) -> list[int]:
+    if priority is None:
+        return [0] * num_prompts
+    given = list(_iterate("priority", "a list of whole numbers, one for each prompt", priority))
+    if len(given) != num_prompts:
+        raise ValueError(f"there are {num_prompts} prompts but {len(given)} priorities; give one for each")
+    return given
 
 
 def _as_conversations(messages: Iterable[Message] | Iterable[Iterable[Message]]) -> list[list[Message]]:

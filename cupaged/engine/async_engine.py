@@ -7,6 +7,7 @@ thread sleeps while there is no work. Never looks into a request.
 import asyncio
 import logging
 from collections.abc import AsyncGenerator, Callable, Sequence
+from concurrent.futures import Future
 from contextlib import aclosing, suppress
 from functools import partial
 from queue import SimpleQueue
@@ -62,16 +63,18 @@ class AsyncEngine:
         if self._failure is not None:
             raise EngineDeadError(self._failure)
 
-    async def make_request(self, request_id: str, prompt: Prompt, params: SamplingParams) -> Request:
+    async def make_request(
+        self, request_id: str, prompt: Prompt, params: SamplingParams, priority: int = 0
+    ) -> Request:
         """Validate and tokenise off the event loop; ValueError says what is wrong."""
         self.check_health()
-        return await asyncio.to_thread(self.engine.make_request, request_id, prompt, params)
+        return await asyncio.to_thread(self.engine.make_request, request_id, prompt, params, priority)
 
     async def generate(
-        self, prompt: Prompt, params: SamplingParams, request_id: str
+        self, prompt: Prompt, params: SamplingParams, request_id: str, priority: int = 0
     ) -> AsyncGenerator[RequestOutput, None]:
         """Yield the outputs of one request; closing the iterator aborts it."""
-        request = await self.make_request(request_id, prompt, params)
+        request = await self.make_request(request_id, prompt, params, priority)
         async with aclosing(self.stream([request])) as outputs:
             async for output in outputs:
                 yield output
@@ -97,6 +100,14 @@ class AsyncEngine:
         finally:
             for request_id in unfinished:
                 self._commands.put(partial(self._abort, request_id, stream))
+
+    async def reset_prefix_cache(self) -> None:
+        """Have nothing that is cached so far found again; running requests keep their blocks."""
+        self.check_health()
+        done: Future[None] = Future()
+        self._commands.put(partial(self._reset_prefix_cache, done))
+        self.check_health()  # once more, as in stream()
+        await asyncio.wrap_future(done)
 
     async def shutdown(self, timeout: float) -> None:
         """Refuse new requests, give those in flight `timeout` seconds, abort the rest, close the engine."""
@@ -163,6 +174,15 @@ class AsyncEngine:
         if self._streams.get(request_id) is stream and not self._stopped:
             del self._streams[request_id]
             self.engine.abort(request_id)
+
+    def _reset_prefix_cache(self, done: Future[None]) -> None:
+        if not done.set_running_or_notify_cancel():
+            return  # nobody waits for it any more
+        if self._stopped:
+            done.set_exception(EngineDeadError(self._failure))
+        else:
+            self.engine.reset_prefix_cache()
+            done.set_result(None)
 
     def _drain(self) -> None:
         self._draining = True

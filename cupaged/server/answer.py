@@ -13,7 +13,7 @@ from msgspec import UNSET, Struct, UnsetType
 
 from cupaged.engine.async_engine import AsyncEngine, EngineDeadError
 from cupaged.engine.request import Request
-from cupaged.outputs import RequestOutput
+from cupaged.outputs import CompletionOutput, RequestOutput
 from cupaged.server.protocol import StreamOptions
 from cupaged.server.replies import DONE, Usage, error_reply, sse
 
@@ -21,7 +21,10 @@ logger = logging.getLogger("cupaged")
 
 
 class Format(Protocol):
-    """How the outputs of one request are shown; choice `index` belongs to prompt `index`."""
+    """How the outputs of one request are shown, each cut down to the one completion that its choice is of.
+
+    Choice `prompt * n + j` is completion j of a prompt.
+    """
 
     id: str
 
@@ -29,11 +32,14 @@ class Format(Protocol):
     def generates(self) -> bool:
         """Return whether there is more to show than the prompt."""
 
-    def whole(self, outputs: list[RequestOutput], usage: Usage) -> Struct:
+    def whole(self, choices: list[RequestOutput], usage: Usage) -> Struct:
         """Return the answer to a request that is not streamed."""
 
     def chunk(self, index: int, output: RequestOutput, *, is_first: bool, usage: Usage | UnsetType) -> Struct:
-        """Return the chunk that carries what is new of choice `index`, and usage so far if wanted."""
+        """Return the chunk that carries what is new of choice `index`, and usage so far if wanted.
+
+        The first of a choice has the prompt.
+        """
 
     def usage_chunk(self, usage: Usage) -> Struct:
         """Return the last chunk of a stream with include_usage; it has no choices."""
@@ -45,11 +51,13 @@ async def answer(engine: AsyncEngine, requests: Sequence[Request], form: Format)
     async with aclosing(_outputs(engine, requests, form)) as outputs:
         async for output in outputs:
             finished[output.request_id] = output
-    ordered = [finished[request.request_id] for request in requests]
     usage = Usage()
-    for output in ordered:
-        usage.add(len(output.prompt_token_ids), len(output.outputs[0].token_ids))
-    return form.whole(ordered, usage)
+    choices = []
+    for request in requests:
+        output = finished[request.request_id]
+        usage.add(output)
+        choices += [replace(output, outputs=[completion]) for completion in output.outputs]
+    return form.whole(choices, usage)
 
 
 async def answer_events(
@@ -73,23 +81,27 @@ async def answer_events(
 async def _chunks(
     engine: AsyncEngine, requests: Sequence[Request], form: Format, options: StreamOptions
 ) -> AsyncGenerator[Struct, None]:
-    """Yield a chunk for every output with text; one without waits for the next, so that none is empty."""
-    index_of = {request.request_id: i for i, request in enumerate(requests)}
+    """Yield a chunk for every choice's new text; one without waits for the next, so that none is empty."""
+    begins = {request.request_id: i * request.params.n for i, request in enumerate(requests)}
+    prompts: dict[str, RequestOutput] = {}  # the first output of each request
     begun: set[int] = set()
-    held: dict[int, RequestOutput] = {}
+    held: dict[int, CompletionOutput] = {}
     usage = Usage()
     running_usage = usage if options.continuous_usage_stats else UNSET
     async with aclosing(_outputs(engine, requests, form)) as outputs:
         async for output in outputs:
-            index = index_of[output.request_id]
-            usage.add(len(output.prompt_token_ids), len(output.outputs[0].token_ids))
-            if index in held:
-                output = _join(held.pop(index), output)
-            if not output.outputs[0].text and not output.finished:
-                held[index] = output
-                continue
-            yield form.chunk(index, output, is_first=index not in begun, usage=running_usage)
-            begun.add(index)
+            usage.add(output)
+            prompt = prompts.setdefault(output.request_id, output)
+            for completion in output.outputs:
+                index = begins[output.request_id] + completion.index
+                new = _join(held.pop(index), completion) if index in held else completion
+                if not new.text and new.finish_reason is None:
+                    held[index] = new
+                    continue
+                is_first = index not in begun
+                shown = replace(prompt if is_first else output, outputs=[new])
+                yield form.chunk(index, shown, is_first=is_first, usage=running_usage)
+                begun.add(index)
     if options.include_usage:
         yield form.usage_chunk(usage)
 
@@ -104,19 +116,17 @@ async def _outputs(
 
 
 def _without_answer(output: RequestOutput) -> RequestOutput:
-    part = output.outputs[0]
-    logprobs = None if part.logprobs is None else part.logprobs[:0]
-    empty = replace(part, text="", token_ids=[], logprobs=logprobs, finish_reason="length", stop_reason=None)
-    return replace(output, outputs=[empty])
+    return replace(output, outputs=list(map(_emptied, output.outputs)))
 
 
-def _join(held: RequestOutput, new: RequestOutput) -> RequestOutput:
-    """Return two deltas of one request as one; the first has no text, and only a first one has the prompt."""
-    old, delta = held.outputs[0], new.outputs[0]
-    logprobs = None if delta.logprobs is None else [*(old.logprobs or ()), *delta.logprobs]
+def _emptied(completion: CompletionOutput) -> CompletionOutput:
+    logprobs = None if completion.logprobs is None else completion.logprobs[:0]
     return replace(
-        new,
-        prompt_token_ids=held.prompt_token_ids + new.prompt_token_ids,
-        prompt_logprobs=held.prompt_logprobs or new.prompt_logprobs,
-        outputs=[replace(delta, token_ids=old.token_ids + delta.token_ids, logprobs=logprobs)],
+        completion, text="", token_ids=[], logprobs=logprobs, finish_reason="length", stop_reason=None
     )
+
+
+def _join(held: CompletionOutput, new: CompletionOutput) -> CompletionOutput:
+    """Return two deltas of one choice as one; the first has no text."""
+    logprobs = None if new.logprobs is None else [*(held.logprobs or ()), *new.logprobs]
+    return replace(new, token_ids=held.token_ids + new.token_ids, logprobs=logprobs)

@@ -20,7 +20,6 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from cupaged import __version__
 from cupaged.engine.async_engine import AsyncEngine, EngineDeadError
-from cupaged.engine.llm_engine import Prompt
 from cupaged.sampling_params import SamplingParams
 from cupaged.server.answer import Format, answer, answer_events
 from cupaged.server.chat import ChatFormat, chat_prompt
@@ -37,6 +36,7 @@ from cupaged.server.protocol import (
     completion_params,
     parse_body,
     prompts_of,
+    salted,
 )
 from cupaged.server.replies import error_reply
 
@@ -134,7 +134,7 @@ class Api:
         self,
         request: Request,
         body: SamplingBody,
-        prompts: Sequence[Prompt],
+        prompts: Sequence[str | list[int]],
         params: SamplingParams,
         form: Format,
     ) -> Response:
@@ -142,10 +142,13 @@ class Api:
         requests = []
         for i, prompt in enumerate(prompts):
             try:
-                requests.append(await self.engine.make_request(f"{form.id}-{i}", prompt, params))
+                made = await self.engine.make_request(
+                    f"{form.id}-{i}", salted(prompt, body), params, body.priority or 0
+                )
             except ValueError as error:
                 source = "messages" if isinstance(body, ChatBody) else "prompt"
                 raise blame(error, body, source if len(prompts) == 1 else f"{source}[{i}]") from None
+            requests.append(made)
         if body.stream:
             options = body.stream_options or StreamOptions()
             return EventStream(answer_events(self.engine, requests, form, options))

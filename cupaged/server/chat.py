@@ -116,9 +116,9 @@ class ChatFormat:
         """Return True: a chat is there to be answered."""
         return True
 
-    def whole(self, outputs: list[RequestOutput], usage: Usage) -> ChatCompletion:
+    def whole(self, choices: list[RequestOutput], usage: Usage) -> ChatCompletion:
         """Return the answer to a request that is not streamed."""
-        choices = [
+        answers = [
             ChatChoice(
                 index=i,
                 message=AssistantMessage(role="assistant", content=output.outputs[0].text),
@@ -126,17 +126,17 @@ class ChatFormat:
                 finish_reason=output.outputs[0].finish_reason,
                 stop_reason=output.outputs[0].stop_reason,
             )
-            for i, output in enumerate(outputs)
+            for i, output in enumerate(choices)
         ]
-        reply = self._reply("chat.completion", choices, usage)
+        reply = self._reply("chat.completion", answers, usage)
         if self.body.prompt_logprobs is not None:
-            reply.prompt_logprobs = prompt_logprobs_json(outputs[0].prompt_logprobs)
+            reply.prompt_logprobs = prompt_logprobs_json(choices[0].prompt_logprobs)
         return reply
 
     def chunk(
         self, index: int, output: RequestOutput, *, is_first: bool, usage: Usage | msgspec.UnsetType
     ) -> ChatCompletion:
-        """Return the chunk that carries what is new of the answer."""
+        """Return the chunk that carries what is new of choice `index`."""
         delta = output.outputs[0]
         choice = ChatChunkChoice(
             index=index,

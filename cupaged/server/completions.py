@@ -76,13 +76,13 @@ class CompletionFormat:
         """Return whether there is more to show than the prompt."""
         return self.body.generates
 
-    def whole(self, outputs: list[RequestOutput], usage: Usage) -> Completion:
+    def whole(self, choices: list[RequestOutput], usage: Usage) -> Completion:
         """Return the answer to a request that is not streamed."""
-        choices = [self._choice(i, output, is_first=True) for i, output in enumerate(outputs)]
-        for choice, output in zip(choices, outputs, strict=True):
+        shown = [self._choice(i, output, is_first=True) for i, output in enumerate(choices)]
+        for choice, output in zip(shown, choices, strict=True):
             if self.body.prompt_logprobs is not None:
                 choice.prompt_logprobs = prompt_logprobs_json(output.prompt_logprobs)
-        return self._reply(choices, usage)
+        return self._reply(shown, usage)
 
     def chunk(
         self, index: int, output: RequestOutput, *, is_first: bool, usage: Usage | msgspec.UnsetType

@@ -53,10 +53,13 @@ class SamplingBody(msgspec.Struct, kw_only=True):
     prompt_logprobs: int | None = None
     skip_special_tokens: bool | None = None
     include_stop_str_in_output: bool | None = None
-
-    # SamplingParams refuses these at any but their neutral value.
     n: int | None = None
     best_of: int | None = None
+
+    priority: int | None = None  # lower goes first
+    cache_salt: str | None = None  # only requests of the same salt share cached prefixes
+
+    # SamplingParams refuses these at any but their neutral value.
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
     repetition_penalty: float | None = None
@@ -132,8 +135,6 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "guided_whitespace_pattern": (),
     "response_format": ({"type": "text"},),
     "lora_request": (),
-    "priority": (0,),
-    "cache_salt": (),
     "return_token_ids": (False,),
     "return_tokens_as_token_ids": (False,),
     "stream_interval": (1,),
@@ -207,6 +208,12 @@ def chat_params(body: ChatBody, defaults: dict[str, Any]) -> SamplingParams:
     elif body.max_tokens is None:
         options["max_tokens"] = None
     return _params(body, defaults, options)
+
+
+def salted(prompt: str | list[int], body: SamplingBody) -> dict[str, Any]:
+    """Return the prompt as the engine takes it, with the body's salt."""
+    name = "prompt" if isinstance(prompt, str) else "prompt_token_ids"
+    return {name: prompt, "cache_salt": body.cache_salt}
 
 
 def prompts_of(body: CompletionBody) -> list[str | list[int]]:

@@ -7,25 +7,36 @@ from typing import Any, Literal
 
 import msgspec
 
-from cupaged.outputs import Logprob, Logprobs
+from cupaged.outputs import Logprob, Logprobs, RequestOutput
 
 MIN_LOGPROB = -9999.0  # stands for -inf, which JSON cannot say
 
 DONE = b"data: [DONE]\n\n"
 
 
+class PromptTokensDetails(msgspec.Struct, kw_only=True):
+    """Of the tokens of the prompts, those found in the prefix cache."""
+
+    cached_tokens: int = 0
+
+
 class Usage(msgspec.Struct, kw_only=True):
-    """Tokens counted over all choices of a request."""
+    """Tokens counted over all prompts, each once, and all choices of a request."""
 
     prompt_tokens: int = 0
     completion_tokens: int = 0
     total_tokens: int = 0
+    prompt_tokens_details: PromptTokensDetails = msgspec.field(default_factory=PromptTokensDetails)
 
-    def add(self, num_prompt: int, num_completion: int) -> None:
-        """Count more tokens."""
+    def add(self, output: RequestOutput) -> None:
+        """Count an output; of one request's, only the first one has the prompt."""
+        num_prompt = len(output.prompt_token_ids)
+        num_completion = sum(len(completion.token_ids) for completion in output.outputs)
         self.prompt_tokens += num_prompt
         self.completion_tokens += num_completion
         self.total_tokens += num_prompt + num_completion
+        if num_prompt:
+            self.prompt_tokens_details.cached_tokens += output.num_cached_tokens
 
 
 class ErrorDetail(msgspec.Struct, kw_only=True):
