@@ -1,6 +1,7 @@
 """Gathered rows, the last sampled tokens, and whole blocks."""
 
 import numpy as np
+import pytest
 
 from cupaged.batch import Flag
 from cupaged.kernels.rows import (
@@ -80,6 +81,19 @@ def test_blocks_are_copied_whole() -> None:
     copy_blocks_cpu(pool, pool, ints(0, 2, 0, 3).reshape(2, 2))
 
     assert np.array_equal(pool, before[[0, 1, 0, 0]])
+
+
+@pytest.mark.parametrize("block_bytes", [1, 35, 4099])
+def test_many_blocks_are_copied_at_once(block_bytes: int) -> None:
+    rng = np.random.default_rng(0)
+    pool = rng.integers(0, 256, (1501, block_bytes), np.uint8)
+    pairs = rng.permutation(1501)[:1500].astype(np.int32).reshape(2, 750).T.copy()
+    expected = pool.copy()
+    expected[pairs[:, 1]] = pool[pairs[:, 0]]
+
+    copy_blocks_cpu(pool, pool, pairs)
+
+    assert np.array_equal(pool, expected)
 
 
 def test_blocks_go_to_another_pool() -> None:

@@ -118,6 +118,19 @@ def test_blocks_are_copied_whole(device: EmulatedDevice, num_units: int) -> None
     assert pool.tobytes() == before[[0, 1, 0, 0, 5, 5]].tobytes()
 
 
+@pytest.mark.parametrize("num_units", [1, 17])
+def test_many_blocks_are_copied_at_once(num_units: int) -> None:
+    rng = np.random.default_rng(0)
+    pool = rng.integers(0, 256, (1501, 16 * num_units), np.uint8)
+    chosen = rng.permutation(1501)[:1500].astype(np.int32).reshape(2, 750).T.copy()
+    expected = pool.copy()
+    expected[chosen[:, 1]] = pool[chosen[:, 0]]
+
+    copy_blocks_cuda(EmulatedDevice("fast"), pool, pool, chosen)
+
+    assert np.array_equal(pool, expected)
+
+
 def test_blocks_go_to_another_pool(device: EmulatedDevice) -> None:
     pool, other = np.ones((2, 32), np.uint8), np.zeros((5, 32), np.uint8)
 
