@@ -149,6 +149,12 @@ class ModelConfig:
                 f"config.json: {len(self.sliding_windows)} layer types for {self.num_layers} layers"
             )
 
+    @property
+    def max_sliding_window(self) -> int:
+        """Return the tokens that any layer looks back at most, the query's own included; 0 = all."""
+        windows = self.sliding_windows
+        return max(windows) if windows and all(windows) else 0
+
     def sliding_window(self, layer: int) -> int:
         """Return the window of `layer` in tokens, the query's own included; 0 = full attention."""
         return self.sliding_windows[layer] if self.sliding_windows else 0
@@ -188,7 +194,9 @@ class EngineConfig:
         True, "keep the KV blocks of prompts and outputs for those that follow"
     )
     swap_space: float | None = option(
-        None, "GiB of host memory for KV blocks that are swapped out; unset = 4 on a GPU, 0 on the CPU"
+        None,
+        "GiB of host memory for KV blocks that are swapped out; unset = 4 or a quarter of what is free, "
+        "on the CPU 0",
     )
     preemption_mode: PreemptionMode = option(
         "auto", "when KV blocks run out, a victim's are swapped out or recomputed; auto = what costs less"
@@ -231,9 +239,10 @@ class EngineConfig:
             raise ValueError(f"seed must be a whole number, got {self.seed!r}")
         for name in ("swap_space", "swap_bandwidth", "prefill_rate"):
             value = getattr(self, name)
-            least = 0 if name == "swap_space" else 5e-324
-            if value is not None and not (type(value) in (int, float) and least <= value < float("inf")):
-                raise ValueError(f"{name} must be a number {'>= 0' if least == 0 else '> 0'}, got {value!r}")
+            is_number = type(value) in (int, float) and 0 <= value < float("inf")
+            if value is not None and not (is_number and (value > 0 or name == "swap_space")):
+                least = ">= 0" if name == "swap_space" else "> 0"
+                raise ValueError(f"{name} must be a number {least}, got {value!r}")
         for name in ("enforce_eager", "async_scheduling", "enable_prefix_caching", "trace_text"):
             value = getattr(self, name)
             if not isinstance(value, bool):

@@ -41,6 +41,26 @@ from cupaged.config import EngineConfig, HFConfig, ModelConfig
         ("enforce_eager", 1),
         ("enforce_eager", None),
         ("async_scheduling", "yes"),
+        ("enable_prefix_caching", 1),
+        ("enable_prefix_caching", None),
+        ("trace_text", "no"),
+        ("trace", 3),
+        ("trace", True),
+        ("preemption_mode", "swapping"),
+        ("preemption_mode", None),
+        ("scheduling_policy", "lifo"),
+        ("scheduling_policy", 0),
+        ("swap_space", -1),
+        ("swap_space", float("nan")),
+        ("swap_space", float("inf")),
+        ("swap_space", "4"),
+        ("swap_space", True),
+        ("swap_bandwidth", 0),
+        ("swap_bandwidth", -1.0),
+        ("swap_bandwidth", float("inf")),
+        ("prefill_rate", 0.0),
+        ("prefill_rate", float("nan")),
+        ("prefill_rate", "fast"),
     ],
 )
 def test_bad_option_is_refused_by_name(name: str, value: Any) -> None:
@@ -56,6 +76,10 @@ def test_bad_option_is_refused_by_name(name: str, value: Any) -> None:
         ("gpu_memory_utilization", np.float32(0.5), 0.5),
         ("tokenizer", Path("a") / "b", "a/b"),
         ("chat_template", Path("file"), "file"),
+        ("trace", Path("run") / "trace", "run/trace"),
+        ("swap_space", np.float64(0.5), 0.5),
+        ("swap_space", np.int64(4), 4),
+        ("prefill_rate", np.float32(2.0), 2.0),
     ],
 )
 def test_numpys_numbers_and_paths_are_kept_as_pythons_own(name: str, value: Any, kept: Any) -> None:
@@ -69,8 +93,8 @@ def test_numpys_numbers_and_paths_are_kept_as_pythons_own(name: str, value: Any,
     [
         ("tensor_parallel_size", 1, 2),
         ("quantization", None, "awq"),
-        ("enable_prefix_caching", False, True),
-        ("swap_space", 0.0, 4),
+        ("speculative_config", None, {"num_speculative_tokens": 3}),
+        ("enable_chunked_prefill", True, False),
         ("tensor_parallel_size", np.int64(1), True),
         ("quantization", None, np.array([1, 2])),
         ("kv_cache_dtype", "auto", "fp8"),
@@ -82,6 +106,29 @@ def test_option_of_a_later_version_is_taken_at_its_neutral_value_only(
     assert EngineConfig.create("model", **{name: neutral}).model == "model"
     with pytest.raises(ValueError, match=f"{name}=.*not supported yet"):
         EngineConfig.create("model", **{name: other})
+
+
+def test_options_of_the_memory_system_are_taken() -> None:
+    options: dict[str, Any] = {
+        "enable_prefix_caching": False,
+        "swap_space": 0,
+        "preemption_mode": "recompute",
+        "swap_bandwidth": 25e9,
+        "prefill_rate": 5000,
+        "scheduling_policy": "priority",
+        "trace": "trace.bin",
+        "trace_text": True,
+    }
+
+    config = EngineConfig.create("model", **options)
+
+    assert {name: getattr(config, name) for name in options} == options
+
+
+@pytest.mark.parametrize(("name", "least"), [("swap_space", ">= 0"), ("swap_bandwidth", "> 0")])
+def test_number_out_of_range_is_told_with_the_limit(name: str, least: str) -> None:
+    with pytest.raises(ValueError, match=f"^{name} must be a number {least}, got -2$"):
+        EngineConfig.create("model", **{name: -2})
 
 
 def test_unknown_option_is_a_type_error_that_lists_the_known() -> None:
@@ -106,16 +153,28 @@ def test_hf_config_takes_null_as_absent_and_int_as_float() -> None:
     assert config.get("theta", float) == 10000.0
 
 
+def model_config(**values: Any) -> ModelConfig:
+    shape: dict[str, Any] = {
+        "model_type": "llama",
+        "vocab_size": 8,
+        "hidden_size": 8,
+        "intermediate_size": 8,
+        "num_layers": 2,
+        "num_heads": 4,
+        "num_kv_heads": 4,
+        "head_dim": 2,
+        "max_position_embeddings": 8,
+    }
+    return ModelConfig(**shape | values)
+
+
 def test_model_config_refuses_heads_that_do_not_divide() -> None:
     with pytest.raises(ValueError, match=r"num_attention_heads 6 .* num_key_value_heads 4"):
-        ModelConfig(
-            model_type="llama",
-            vocab_size=8,
-            hidden_size=8,
-            intermediate_size=8,
-            num_layers=1,
-            num_heads=6,
-            num_kv_heads=4,
-            head_dim=2,
-            max_position_embeddings=8,
-        )
+        model_config(num_heads=6)
+
+
+@pytest.mark.parametrize(
+    ("windows", "largest"), [((), 0), ((64, 64), 64), ((32, 64), 64), ((64, 0), 0), ((0, 0), 0)]
+)
+def test_one_layer_without_a_window_looks_at_all(windows: tuple[int, ...], largest: int) -> None:
+    assert model_config(sliding_windows=windows).max_sliding_window == largest

@@ -43,6 +43,7 @@ class Limits(NamedTuple):
     seq_len: int  # tokens of the longest sequence
     block_size: int
     num_slots: int  # tokens that the KV cache holds at most
+    num_host_blocks: int = 0  # of the swap pool
     sliding_window: int = 0  # tokens that any layer looks back at most, its own included; 0 = all
 
 
@@ -95,6 +96,9 @@ class Backend(Protocol):
     def available_memory(self) -> int:
         """Return the bytes that this process can still take."""
 
+    def host_memory(self) -> int | None:
+        """Return the bytes that the host can still give; None if that is what available_memory says."""
+
     def kv_cache_share(self, free: int) -> int:
         """Return how many of `free` bytes, beside all else, the KV cache takes if the user does not say."""
 
@@ -102,15 +106,23 @@ class Backend(Protocol):
         """Return what `rehearse` needs: it builds the model and runs the largest steps."""
 
     def allocate(self, limits: Limits, use: MemoryUse) -> None:
-        """Take the measured memory, all but the KV cache; ValueError if it is not there."""
+        """Take the measured memory, all but the two pools of blocks; ValueError if it is not there."""
 
     def create_pool(self, shape: tuple[int, ...]) -> Array:
         """Return a KV cache pool of kv_dtype, as KVCacheView has it; its contents are undefined."""
 
+    def create_host_pool(self, shape: tuple[int, ...]) -> Array:
+        """Return the like of create_pool in the host's memory, for blocks that are swapped out."""
+
     def warm_up(self, step: Callable[[Batch], Any]) -> None:
         """Prepare what a first request would else wait for; `step` runs a batch to its end."""
 
+    # Whole blocks; pairs int32[n, 2] are (from, to), on the device for a copy and on the host for a swap.
     def copy_blocks(self, source: Array, target: Array, pairs: Array) -> None: ...
+
+    def swap_out(self, pool: Array, host_pool: Array, pairs: NDArray[np.int32]) -> None: ...
+
+    def swap_in(self, host_pool: Array, pool: Array, pairs: NDArray[np.int32]) -> None: ...
 
     def from_host(self, array: NDArray[Any]) -> Array:
         """Return a copy on the device that stays; or the array itself where that is the host."""

@@ -69,6 +69,10 @@ class CpuBackend:
         """Return the bytes that machine and container can still give."""
         return available_memory()
 
+    def host_memory(self) -> int | None:
+        """Return None: there is no other memory."""
+        return None
+
     def kv_cache_share(self, free: int) -> int:
         """Return half of what is free, at most MOST_KV_CACHE."""
         return min(free // 2, MOST_KV_CACHE)
@@ -87,12 +91,24 @@ class CpuBackend:
         """Return a KV cache pool; its contents are undefined."""
         return no_memory(shape, self.kv_dtype) if self._arena.measuring else np.empty(shape, self.kv_dtype)
 
+    def create_host_pool(self, shape: tuple[int, ...]) -> Array:
+        """Return a second pool, of the same memory."""
+        return self.create_pool(shape)
+
     def warm_up(self, step: Callable[[Batch], Any]) -> None:
         """Do nothing: kernels were compiled when they were imported."""
 
     def copy_blocks(self, source: Array, target: Array, pairs: Array) -> None:
         """Copy whole blocks from pool to pool."""
         rows.copy_blocks_cpu(_bytes(source), _bytes(target), pairs)
+
+    def swap_out(self, pool: Array, host_pool: Array, pairs: NDArray[np.int32]) -> None:
+        """Copy whole blocks to the second pool."""
+        self.copy_blocks(pool, host_pool, pairs)
+
+    def swap_in(self, host_pool: Array, pool: Array, pairs: NDArray[np.int32]) -> None:
+        """Copy whole blocks back."""
+        self.copy_blocks(host_pool, pool, pairs)
 
     def from_host(self, array: NDArray[Any]) -> Array:
         """Return the array itself: host and device are one."""

@@ -19,6 +19,7 @@ from cupaged.backend.decode_launches import DecodeLaunches
 from cupaged.backend.device import Device
 from cupaged.backend.gemm import Gemm, Weight
 from cupaged.backend.graphs import DecodeGraphs, graph_shapes
+from cupaged.backend.host_memory import available_memory
 from cupaged.backend.rehearsal import Rehearsal, outline
 from cupaged.batch import Batch, padding_batch
 from cupaged.config import EngineConfig
@@ -91,6 +92,10 @@ class CudaBackend:
         """Return the bytes that are free on the GPU."""
         return self._memory.free()
 
+    def host_memory(self) -> int | None:
+        """Return the bytes that machine and container can still give."""
+        return available_memory()
+
     def kv_cache_share(self, free: int) -> int:
         """Return all that is left."""
         return free
@@ -107,7 +112,7 @@ class CudaBackend:
         return use._replace(reserve=MODULES_RESERVE + graphs * GRAPH_RESERVE)
 
     def allocate(self, limits: Limits, use: MemoryUse) -> None:
-        """Load the kernels that the rehearsal asked for and take the memory, all but the KV cache."""
+        """Load the kernels that the rehearsal asked for and take the memory, all but the pools of blocks."""
         self._limits, self.reserve = limits, use.reserve
         self._launches = DecodeLaunches(limits)
         self._memory.allocate(limits, use)
@@ -119,6 +124,10 @@ class CudaBackend:
         if self._memory.measuring:
             self.copy_blocks(pool, pool, outline((0, 2), np.int32))  # a step's, but not of each
         return pool
+
+    def create_host_pool(self, shape: tuple[int, ...]) -> Array:
+        """Return a pool in pinned memory of the host."""
+        return self._memory.create_host_pool(shape, self.kv_dtype)
 
     def warm_up(self, step: Callable[[Batch], Any]) -> None:
         """Choose the algorithms of matrix products, run a first step, record steps of decodes."""
@@ -143,6 +152,16 @@ class CudaBackend:
     def copy_blocks(self, source: Array, target: Array, pairs: Array) -> None:
         """Copy whole blocks from pool to pool."""
         copy_blocks_cuda(self._launcher, source, target, pairs)
+
+    def swap_out(self, pool: Array, host_pool: Array, pairs: NDArray[np.int32]) -> None:
+        """Copy whole blocks to the host, each by itself: they lie anywhere, and have some MiB."""
+        for block, host_block in pairs.tolist():
+            self._device.to_host(host_pool[host_block], pool[block])
+
+    def swap_in(self, host_pool: Array, pool: Array, pairs: NDArray[np.int32]) -> None:
+        """Copy whole blocks back."""
+        for host_block, block in pairs.tolist():
+            self._device.to_device(pool[block], host_pool[host_block])
 
     def from_host(self, array: NDArray[Any]) -> Array:
         """Return a copy that lives as long as the weights."""

@@ -6,6 +6,8 @@ Device memory is allocated in four pieces, of the sizes that `measure` told of t
     workspace    of matrix products, then the batch of the step
     arena        what operations return their results in
     KV cache
+
+Blocks that are swapped out go to one piece of pinned memory, beside what staging.py has.
 """
 
 from collections.abc import Callable, Sequence
@@ -93,6 +95,12 @@ class CudaMemory:
         if self.measuring:
             return outline(shape, dtype)
         return self._device.view(self._memory.allocate(prod(shape) * dtype.itemsize), 0, shape, dtype)
+
+    def create_host_pool(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
+        """Pin the blocks that are swapped out; the steps' stream alone touches them."""
+        if self.measuring:
+            return outline(shape, dtype)
+        return self._device.pin(prod(shape) * dtype.itemsize).view(dtype).reshape(shape)
 
     # What the account says.
     @property

@@ -85,7 +85,7 @@ class CudaDevice:
     def pin(self, num_bytes: int) -> NDArray[np.uint8]:
         """Return page-locked host memory, see device.Device."""
         what = f"{num_bytes} bytes of page-locked host memory"
-        with self._no_memory(what, available_memory, "close other programs"):
+        with self._no_memory(what, available_memory, "close other programs, or lower swap_space"):
             memory = self._cuda.PinnedMemory(num_bytes)  # cudaHostAlloc, and cudaFreeHost as above
         return np.frombuffer(self._cuda.PinnedMemoryPointer(memory, 0), np.uint8, num_bytes)
 

@@ -20,9 +20,12 @@ MAX_KEPT = 512  # batches; cutting one anew takes some 50 us
 
 
 def batch_words(limits: Limits) -> int:
-    """Return the words of the largest batch; its tail has what no sequence may sample, at most."""
+    """Return the words of the largest batch, whose tail has all swaps and what no sequence may sample.
+
+    A step moves a block of the swap pool once at most, out or in.
+    """
     largest = bucket_for(limits.num_tokens, limits.num_seqs, ceil_div(limits.seq_len, limits.block_size))
-    return buffer_size(largest, limits.num_seqs * 2 * MAX_STOPS)
+    return buffer_size(largest, 2 * limits.num_host_blocks + limits.num_seqs * 2 * MAX_STOPS)
 
 
 def padded_counts(host: Batch) -> tuple[int, ...]:

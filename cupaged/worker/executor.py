@@ -10,6 +10,7 @@ from cupaged.backend.base import Backend, create_backend
 from cupaged.batch import Batch, StepOutput
 from cupaged.config import EngineConfig, ModelConfig
 from cupaged.worker.memory_plan import MemoryPlan
+from cupaged.worker.swap_rates import SwapRates
 from cupaged.worker.worker import Worker
 
 
@@ -24,6 +25,7 @@ class Executor(Protocol):
     """Runs batches in the order in which they are submitted."""
 
     plan: MemoryPlan
+    swap_rates: SwapRates
     model_config: ModelConfig
     max_in_flight: int  # batches that may be submitted before the first one's result is asked for
 
@@ -50,6 +52,7 @@ class UniprocExecutor:
         """Load the model."""
         self._worker: Worker | None = Worker(config, model_dir, create_backend=create_backend)
         self.plan = self._worker.plan
+        self.swap_rates = self._worker.swap_rates
         self.model_config = self._worker.model_config
         self.max_in_flight = self._worker.max_in_flight
 

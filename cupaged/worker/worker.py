@@ -10,6 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from numpy.typing import NDArray
 
 from cupaged.backend.base import Array, Backend, Communicator, Limits, MemoryUse, create_backend
@@ -21,6 +22,7 @@ from cupaged.sampling_params import MAX_LOGPROBS
 from cupaged.worker.kv_cache import KVCache
 from cupaged.worker.memory_plan import plan_memory
 from cupaged.worker.sampler import SampledStep, Sampler
+from cupaged.worker.swap_rates import find_swap_rates, prefill_batch
 from cupaged.worker.weights import Checkpoint, DummyWeights
 
 logger = logging.getLogger("cupaged")
@@ -51,7 +53,13 @@ class Worker:
         backend.allocate(plan.limits, plan.use)
         try:
             self._build(weights, plan.limits, plan.num_blocks)
-            backend.warm_up(lambda batch: self.submit(batch).result())
+            backend.warm_up(self._run)
+            self.swap_rates = find_swap_rates(
+                config,
+                plan,
+                swap=self._swap_first,
+                prefill=lambda num_tokens: self._run(prefill_batch(num_tokens, config.block_size)),
+            )
         except BaseException:
             with suppress(RuntimeError):  # of a device that is lost: what went wrong first is what counts
                 backend.synchronize()  # copies under way are from memory that goes now
@@ -62,13 +70,24 @@ class Worker:
         backend = self._backend
         backend.begin_forward()
         host, batch = batch, backend.upload(batch)
-        self._kv_cache.apply(batch)
+        self._kv_cache.apply(batch, host)
         hidden = backend.run_forward(batch, partial(self._forward, batch))
         return self._sampler.sample(hidden, batch, host)
 
     def synchronize(self) -> None:
         """Wait until all steps that have begun are done."""
         self._backend.synchronize()
+
+    def _run(self, batch: Batch) -> None:
+        self.submit(batch).result()
+
+    def _swap_first(self, num_blocks: int) -> None:
+        """Move the first blocks out and back; there is nothing in them yet."""
+        backend, pool, host_pool = self._backend, self._kv_cache.pool, self._kv_cache.host_pool
+        pairs = np.arange(num_blocks, dtype=np.int32).repeat(2).reshape(-1, 2)
+        backend.swap_out(pool, host_pool, pairs)
+        backend.swap_in(host_pool, pool, pairs)
+        backend.synchronize()
 
     def _forward(self, batch: Batch) -> Array:
         self._backend.load_last_tokens(batch, self._sampler.last_token)
@@ -86,7 +105,7 @@ class Worker:
         self._model = self._family.Model(
             config, backend, self._communicator, weights, max_model_len=limits.seq_len
         )
-        self._kv_cache = KVCache(backend, config, num_blocks, limits.block_size)
+        self._kv_cache = KVCache(backend, config, limits, num_blocks)
         self._sampler = Sampler(backend, self._model, limits.num_seqs)
 
     def _measure(self, weights: Weights, limits: Limits) -> MemoryUse:

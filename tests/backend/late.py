@@ -47,6 +47,14 @@ class LateBackend(CpuBackend):
         """Begin to copy whole blocks from pool to pool."""
         self._begin(partial(super().copy_blocks, source, target, pairs))
 
+    def swap_out(self, pool: Array, host_pool: Array, pairs: NDArray[np.int32]) -> None:
+        """Begin to copy whole blocks to the second pool."""
+        self.copy_blocks(pool, host_pool, pairs)
+
+    def swap_in(self, host_pool: Array, pool: Array, pairs: NDArray[np.int32]) -> None:
+        """Begin to copy them back."""
+        self.copy_blocks(host_pool, pool, pairs)
+
     def load_last_tokens(self, batch: Batch, last_token: Array) -> None:
         """Begin to fill the inputs that ask for it."""
         self._begin(partial(super().load_last_tokens, batch, last_token))

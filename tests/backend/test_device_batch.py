@@ -5,7 +5,7 @@ import pytest
 
 from cupaged.backend.base import Limits
 from cupaged.backend.device_batch import DeviceBatches, batch_words
-from cupaged.batch import Batch, bucket_for, buffer_size, padding_batch
+from cupaged.batch import Batch, Count, bucket_for, buffer_size, padding_batch
 from tests.backend.cuda_steps import LIMITS, create_batch
 
 
@@ -51,6 +51,32 @@ def test_batches_lie_where_the_hosts_layout_says() -> None:
         ours, theirs = getattr(batch, name), getattr(host, name)
         assert np.array_equal(ours[..., : theirs.shape[-1]], theirs), name
     assert batch.block_tables.shape == (3, host.bucket.table_width)
+
+
+def test_swaps_stand_in_front_of_what_must_not_be_sampled() -> None:
+    limits = LIMITS._replace(num_host_blocks=3)
+    plain = create_batch([20, 33, 21], [1, 33, 9], banned=[5, 6])
+    words = np.concatenate(
+        [plain.buffer[: -len(plain.arrays.tail)], [9, 0, 8, 1, 2, 7, 5, 6]], dtype=np.int32
+    )
+    host = Batch(words, plain.bucket, plain.serials)
+    host.arrays.counts[[Count.NUM_SWAP_OUT, Count.NUM_SWAP_IN]] = 2, 1
+    host = Batch(words, plain.bucket, plain.serials)
+    buffer = np.zeros(batch_words(limits), np.int32)
+    buffer[: len(host.words)] = host.words
+
+    batch = DeviceBatches(buffer).cut(host)
+
+    assert host.words[-8:].tolist() == [9, 0, 8, 1, 2, 7, 5, 6]
+    assert (batch.swap_out.tolist(), batch.swap_in.tolist()) == ([[9, 0], [8, 1]], [[2, 7]])
+    assert batch.banned.tolist() == [5, 6]
+
+
+@pytest.mark.parametrize("num_host_blocks", [0, 1, 4096])
+def test_every_block_of_the_swap_pool_may_move_in_one_step(num_host_blocks: int) -> None:
+    more = batch_words(LIMITS._replace(num_host_blocks=num_host_blocks)) - batch_words(LIMITS)
+
+    assert more == 2 * num_host_blocks
 
 
 @pytest.mark.parametrize("num_tokens", [1, 7, 80, 100])

@@ -118,6 +118,7 @@ class EmulatedGpu:
         self.allocations: list[int] = []  # bytes of each so far, in order
         self.pinned: list[int] = []  # likewise
         self.launches: list[str] = []  # kernels that the host launched; a test may clear it
+        self.num_to_device = self.num_to_host = 0  # copies that the host asked for; a test may set them
         self._one_thread = OneThread()
         self._device = EmulatedDevice(mode, **options)
         self._memory, self._host = Memory(memory), Memory()
@@ -231,11 +232,13 @@ class EmulatedGpu:
         """Copy packed, pinned `source`, which must stay as it is until the device has done so."""
         with self._one_thread:
             self._copy(target, source, is_to_host=False)
+            self.num_to_device += 1
 
     def to_host(self, target: NDArray[Any], source: DeviceArray) -> None:
         """Copy to packed, pinned `target`, which has the values once the device has done so."""
         with self._one_thread:
             self._copy(source, target, is_to_host=True)
+            self.num_to_host += 1
 
     def _copy(self, device: DeviceArray, host: NDArray[Any], *, is_to_host: bool) -> None:
         of_device = self.piece_of(device, "copy")

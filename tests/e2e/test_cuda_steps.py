@@ -7,37 +7,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from numpy.typing import NDArray
 
 from cupaged import SamplingParams
 from cupaged.backend.base import Limits, MemoryUse
 from cupaged.backend.cuda import CudaBackend
 from cupaged.engine.llm_engine import LLMEngine
-from tests.cuda_on_cpu.gpu import DeviceArray, EmulatedGpu
+from tests.cuda_on_cpu.gpu import EmulatedGpu
 from tests.e2e.emulated import MEMORY, create_engine
 
 NUM_LAYERS = 2
 BLOCK_BYTES = NUM_LAYERS * 2 * 2 * 16 * 64 * 2
 PARAMS = SamplingParams(temperature=1.0, seed=1, max_tokens=9, ignore_eos=True)
 OPTIONS: dict[str, Any] = {"max_model_len": 64, "max_num_seqs": 5, "max_num_batched_tokens": 32}
-
-
-class WatchedGpu(EmulatedGpu):
-    """Counts copies."""
-
-    def __init__(self, **options: Any) -> None:
-        super().__init__(**{"memory": MEMORY, **options})
-        self.num_to_device = self.num_to_host = 0
-
-    def to_device(self, target: DeviceArray, source: NDArray[Any]) -> None:
-        """Count one."""
-        self.num_to_device += 1
-        super().to_device(target, source)
-
-    def to_host(self, target: NDArray[Any], source: DeviceArray) -> None:
-        """Count one."""
-        self.num_to_host += 1
-        super().to_host(target, source)
 
 
 def run(engine: LLMEngine, params: SamplingParams = PARAMS) -> None:
@@ -52,7 +33,7 @@ def run(engine: LLMEngine, params: SamplingParams = PARAMS) -> None:
 def test_step_is_one_copy_to_the_gpu_and_one_of_the_tokens_back(
     clear_dir: Path, async_scheduling: bool
 ) -> None:
-    gpu = WatchedGpu()
+    gpu = EmulatedGpu(memory=MEMORY)
     engine = create_engine(clear_dir, gpu=gpu, async_scheduling=async_scheduling, **OPTIONS)
     gpu.num_to_device = gpu.num_to_host = 0
 
@@ -63,7 +44,7 @@ def test_step_is_one_copy_to_the_gpu_and_one_of_the_tokens_back(
 
 
 def test_logprobs_come_back_in_three_copies_more(clear_dir: Path) -> None:
-    gpu = WatchedGpu()
+    gpu = EmulatedGpu(memory=MEMORY)
     engine = create_engine(clear_dir, gpu=gpu, **OPTIONS)
     gpu.num_to_device = gpu.num_to_host = 0
 
@@ -74,7 +55,7 @@ def test_logprobs_come_back_in_three_copies_more(clear_dir: Path) -> None:
 
 
 def test_layer_has_four_products_qkv_and_gate_up_being_one_each(clear_dir: Path) -> None:
-    gpu = WatchedGpu()
+    gpu = EmulatedGpu(memory=MEMORY)
     engine = create_engine(clear_dir, gpu=gpu, enforce_eager=True, async_scheduling=False, **OPTIONS)
     engine.add_request("0", list(range(3, 43)), PARAMS)  # in two chunks, of which the first has no logits
 
@@ -88,7 +69,7 @@ def test_layer_has_four_products_qkv_and_gate_up_being_one_each(clear_dir: Path)
 
 
 def test_plan_is_said_before_anything_is_allocated(clear_dir: Path, caplog: pytest.LogCaptureFixture) -> None:
-    gpu = WatchedGpu()
+    gpu = EmulatedGpu(memory=MEMORY)
     said: list[str] = []
 
     class Watched(CudaBackend):
@@ -118,7 +99,7 @@ def test_length_that_does_not_fit_is_refused_with_the_largest_that_does(
             clear_dir, gpu=gpu, gpu_memory_utilization=1.0, **options | {"max_model_len": max_model_len}
         )
 
-    gpu = WatchedGpu(memory=memory)
+    gpu = EmulatedGpu(memory=memory)
     with pytest.raises(ValueError, match="the largest that fits") as error:
         load(1024)
 

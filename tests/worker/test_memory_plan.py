@@ -30,15 +30,19 @@ WEIGHTS, WORKSPACE, RESERVE = 50_000, 7_000, 3_000  # bytes
 
 
 class Memory(CpuBackend):
-    """A backend with so much free memory, which gives the KV cache all that is left."""
+    """A backend with so much free memory, all for the KV cache; maybe a host's beside."""
 
-    def __init__(self, available: int) -> None:
+    def __init__(self, available: int, host: int | None = None) -> None:
         super().__init__("float32", num_threads=1)
-        self.available = available
+        self.available, self.host = available, host
 
     def available_memory(self) -> int:
         """Return the bytes."""
         return self.available
+
+    def host_memory(self) -> int | None:
+        """Return the host's, if it is another."""
+        return self.host
 
     def kv_cache_share(self, free: int) -> int:
         """Return all of them."""
@@ -55,8 +59,10 @@ def config(**options: Any) -> EngineConfig:
     return EngineConfig.create("model", **{"max_num_seqs": 4, "max_num_batched_tokens": 64, **options})
 
 
-def plan(available: int = 1 << 30, model: ModelConfig = MODEL, **options: Any) -> MemoryPlan:
-    return plan_memory(config(**options), model, Memory(available), measure)
+def plan(
+    available: int = 1 << 30, model: ModelConfig = MODEL, host: int | None = None, **options: Any
+) -> MemoryPlan:
+    return plan_memory(config(**options), model, Memory(available, host), measure)
 
 
 def fits(available: int, max_model_len: int, **options: Any) -> bool:
@@ -146,6 +152,8 @@ LIMITED: list[tuple[int, dict[str, Any]]] = [
     (1_000_000, {"max_num_seqs": 1}),
     (123_456, {}),  # three blocks
     (1_000_000, {"max_num_seqs": 200, "max_num_batched_tokens": 4096}),
+    (1_000_000, {"swap_space": 60 * BLOCK_BYTES / 2**30}),
+    (1_000_000, {"swap_space": 60 * BLOCK_BYTES / 2**30, "kv_cache_memory": 80 * BLOCK_BYTES}),
 ]
 
 
@@ -238,3 +246,92 @@ def test_set_length_beyond_the_models_positions_is_refused() -> None:
 )
 def test_stretched_positions_go_further(rope: RopeConfig, longest: int) -> None:
     assert longest_position(replace(MODEL, rope=rope)) == longest
+
+
+class TestSwapPool:
+    """Blocks that are swapped out: `host` is the memory of a host beside the device, None = they are one."""
+
+    @pytest.mark.parametrize("host", [None, 1 << 30])
+    def test_swap_space_is_cut_into_whole_blocks(self, host: int | None) -> None:
+        made = plan(host=host, swap_space=(40 * BLOCK_BYTES - 1) / 2**30)
+
+        assert made.num_host_blocks == made.limits.num_host_blocks == 39
+        assert made.swap_bytes == 39 * BLOCK_BYTES
+
+    @pytest.mark.parametrize("host", [None, 1 << 40])
+    def test_is_no_more_than_all_sequences_can_use(self, host: int | None) -> None:
+        made = plan(1 << 40, host=host, swap_space=50, max_num_seqs=3, max_model_len=100)
+
+        assert made.num_host_blocks == 3 * 7
+
+    def test_of_the_same_memory_is_in_the_total_and_takes_from_the_cache(self) -> None:
+        options: dict[str, Any] = {"gpu_memory_utilization": 0.5, "max_model_len": 4096}
+        without = plan(10_000_000, LONG_MODEL, **options)
+
+        made = plan(10_000_000, LONG_MODEL, swap_space=30 * BLOCK_BYTES / 2**30, **options)
+
+        assert (made.num_host_blocks, made.num_blocks) == (30, without.num_blocks - 30)
+        assert made.total == sum(made.use) + (30 + made.num_blocks) * BLOCK_BYTES == without.total
+
+    def test_of_another_memory_takes_nothing_from_the_device(self) -> None:
+        options: dict[str, Any] = {"gpu_memory_utilization": 0.5, "max_model_len": 4096}
+
+        made = plan(10_000_000, LONG_MODEL, host=1 << 30, swap_space=30 * BLOCK_BYTES / 2**30, **options)
+
+        assert made.num_host_blocks == 30
+        assert made.total == plan(10_000_000, LONG_MODEL, **options).total
+        assert made.host_available == 1 << 30
+
+    def test_unset_is_4_gib_of_another_memory_but_a_quarter_of_what_is_free_at_most(self) -> None:
+        many: dict[str, Any] = {"max_num_seqs": 200_000, "max_num_batched_tokens": 64}
+
+        assert plan(1 << 40, host=1 << 40, **many).num_host_blocks == (4 << 30) // BLOCK_BYTES
+        assert plan(1 << 40, host=1 << 30, **many).num_host_blocks == (1 << 28) // BLOCK_BYTES
+        assert plan(1 << 40, host=0, **many).num_host_blocks == 0
+
+    def test_unset_is_none_of_the_same_memory(self) -> None:
+        assert plan().num_host_blocks == 0
+
+    def test_none_is_taken_where_nothing_is_ever_swapped(self) -> None:
+        assert plan(host=1 << 30, swap_space=1, preemption_mode="recompute").num_host_blocks == 0
+
+    @pytest.mark.parametrize("host", [None, 150_000])
+    def test_larger_than_the_free_memory_is_refused_with_both_numbers(self, host: int | None) -> None:
+        needed = 50 * BLOCK_BYTES
+        message = rf"swap_space=\S+ GiB takes {needed} bytes of host memory but only 150000 are free; lower"
+
+        with pytest.raises(ValueError, match=message):
+            plan(150_000 if host is None else 1 << 30, host=host, swap_space=needed / 2**30)
+
+    def test_one_that_leaves_no_room_for_a_cache_is_named(self) -> None:
+        space = 30 * BLOCK_BYTES
+        for cache, memory in ((None, "no block"), (BLOCK_BYTES * 16, "only")):
+            message = rf", {space} for swap_space and .* {memory} .*, or lower swap_space,"
+            with pytest.raises(ValueError, match=message):
+                plan(200_000, max_model_len=256, swap_space=space / 2**30, kv_cache_memory=cache)
+
+    @pytest.mark.parametrize("host", [None, 0, 1 << 30])
+    def test_no_room_for_a_wanted_swap_is_said(
+        self, host: int | None, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        swap_space = None if host == 0 else (BLOCK_BYTES - 1) / 2**30
+
+        plan(host=host, preemption_mode="swap", swap_space=swap_space)
+
+        assert f"no room for a block of {BLOCK_BYTES} bytes" in caplog.text
+
+    def test_is_a_part_of_the_line_that_is_said(self) -> None:
+        made = MemoryPlan(
+            limits=Limits(64, 2, 20, block_size=16, num_slots=64, num_host_blocks=128),
+            use=MemoryUse(weights=3 << 30, workspace=0, activations=1 << 28, reserve=0),
+            num_blocks=64,
+            block_bytes=1 << 24,
+            available=8 << 30,
+        )
+
+        assert "activations 0.250 + swap pool 2.000 + KV cache 1.000 = 6.250 of 8.000 free; 64 KV" in str(
+            made
+        )
+        beside = str(replace(made, host_available=16 << 30))
+        assert "activations 0.250 + KV cache 1.000 = 4.250 of 8.000 free; 64 KV" in beside
+        assert beside.endswith("at most 20; 128 blocks of swap pool are 2.000 of 16.000 on the host")

@@ -14,6 +14,7 @@ from cupaged.backend.base import Backend, Limits, MemoryUse
 from cupaged.backend.cpu import CpuBackend
 from cupaged.batch import Flag, padding_batch
 from cupaged.config import EngineConfig
+from cupaged.worker.executor import UniprocExecutor
 from cupaged.worker.worker import Worker, largest_batches
 from tests.backend.late import LateBackend
 from tools.make_tiny_model import CASES, LLAMA, write_tiny_model
@@ -59,18 +60,22 @@ class AtLog(logging.Handler):
 
 
 @pytest.mark.parametrize("case", ["llama_tied", "llama_bias", "mistral_window", "qwen2", "qwen3"])
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_all_that_is_allocated_is_planned_to_the_byte(tmp_path: Path, case: str, dtype: str) -> None:
+@pytest.mark.parametrize(("dtype", "swap_space"), [("float32", None), ("bfloat16", 2**-10)])
+def test_all_that_is_allocated_is_planned_to_the_byte(
+    tmp_path: Path, case: str, dtype: str, swap_space: float | None
+) -> None:
     write_tiny_model(tmp_path, CASES[case])
     Worker(config(tmp_path, dtype=dtype), tmp_path)  # what the process has once is there now
     tracemalloc.start()
     before = numpy_bytes()
 
-    worker = Worker(config(tmp_path, dtype=dtype, kv_cache_memory=1 << 20), tmp_path)
+    options = config(tmp_path, dtype=dtype, kv_cache_memory=1 << 20, swap_space=swap_space)
+    worker = Worker(options, tmp_path)
 
     taken = numpy_bytes() - before
     tracemalloc.stop()
     assert taken == worker.plan.total
+    assert (worker.plan.num_host_blocks > 0) == (swap_space is not None)
     assert worker.plan.use.weights > 0 < worker.plan.use.activations
 
 
@@ -157,6 +162,19 @@ def test_without_weights_a_checkpoint_is_asked_for(tmp_path: Path) -> None:
 
     with pytest.raises(ValueError, match=r"neither model\.safetensors nor"):
         Worker(config(tmp_path), tmp_path)
+
+
+def test_rates_of_swaps_and_prefills_are_measured_at_load(tiny_llama_dir: Path) -> None:
+    worker = Worker(config(tiny_llama_dir, swap_space=0.01), tiny_llama_dir)
+
+    assert worker.swap_rates.bandwidth > 1e6
+    assert worker.swap_rates.prefill_rate > 10
+
+
+def test_rates_that_the_user_gives_are_kept(tiny_llama_dir: Path) -> None:
+    options = config(tiny_llama_dir, swap_space=0.01, swap_bandwidth=25e9, prefill_rate=5000)
+
+    assert UniprocExecutor(options, tiny_llama_dir).swap_rates == (25e9, 5000)
 
 
 @pytest.mark.parametrize(
