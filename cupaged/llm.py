@@ -17,8 +17,8 @@ from cupaged.engine.beam_search import BeamRequest
 from cupaged.engine.llm_engine import LLMEngine, Prompt
 from cupaged.engine.request import Request
 from cupaged.engine.tokenizer import Tokenizer
-from cupaged.outputs import RequestOutput
-from cupaged.sampling_params import RequestOutputKind, SamplingParams
+from cupaged.outputs import BeamSearchOutput, BeamSearchSequence, RequestOutput
+from cupaged.sampling_params import BeamSearchParams, RequestOutputKind, SamplingParams
 
 Message = Mapping[str, Any]  # {"role": ..., "content": ...}
 MakeRequest = Callable[[str], Request | BeamRequest]  # of the request_id
@@ -92,6 +92,28 @@ class LLM:
             prompts.append({"prompt": text, "prompt_token_ids": ids})
         return self.generate(prompts, sampling_params, use_tqdm, priority=priority)
 
+    def beam_search(
+        self,
+        prompts: Prompt | Iterable[Prompt],
+        params: BeamSearchParams,
+        use_tqdm: bool = True,
+        *,
+        priority: Iterable[int] | None = None,
+    ) -> list[BeamSearchOutput]:
+        """Return for each prompt, in order, the beam_width best outputs that a beam search finds, best first.
+
+        Prompts and priority as in generate. What is found is what transformers finds with num_beams.
+        """
+        if not isinstance(params, BeamSearchParams):
+            raise ValueError(f"params must be BeamSearchParams, got {params!r}")
+        prompt_list = _as_prompts(prompts)
+        priorities = _as_priorities(priority, len(prompt_list))
+        makers = [
+            partial(self.engine.make_beam_request, prompt=prompt, params=params, priority=rank)
+            for prompt, rank in zip(prompt_list, priorities, strict=True)
+        ]
+        return [self._as_beam_search_output(output, params) for output in self._run(makers, use_tqdm)]
+
     def reset_prefix_cache(self) -> None:
         """Have no prefix that is cached so far found again."""
         with self._lock:
@@ -144,6 +166,23 @@ class LLM:
             )
         final = [replace(item, output_kind=RequestOutputKind.FINAL_ONLY) for item in given]
         return final if is_list else final * num_prompts
+
+    def _as_beam_search_output(self, output: RequestOutput, params: BeamSearchParams) -> BeamSearchOutput:
+        sequences = []
+        for completion in output.outputs:
+            tokens = [*output.prompt_token_ids, *completion.token_ids]
+            hides_last = completion.finish_reason == "stop" and not params.include_stop_str_in_output
+            assert completion.cumulative_logprob is not None, "a beam search has log-probabilities"
+            sequences.append(
+                BeamSearchSequence(
+                    tokens=tokens,
+                    text=self.engine.tokenizer.decode(tokens[:-1] if hides_last else tokens),
+                    cum_logprob=completion.cumulative_logprob,
+                    finish_reason=completion.finish_reason,
+                    stop_reason=completion.stop_reason,
+                )
+            )
+        return BeamSearchOutput(sequences)
 
     def _run(self, makers: Sequence[MakeRequest], use_tqdm: bool) -> list[RequestOutput]:
         """Make a request by each maker, before any runs; return the output of each when all have finished."""

@@ -56,11 +56,11 @@ class RequestOutput:
 class BeamSearchSequence:
     """One output of a beam search."""
 
-    tokens: list[int]  # the prompt's included, and the EOS token if it ended by one
-    text: str  # of all of them, but of that EOS token only with include_stop_str_in_output
+    tokens: list[int]  # prompt and output, and the EOS token that ended it
+    text: str  # of all of them, that EOS token's only with include_stop_str_in_output
     cum_logprob: float  # of the output, without length penalty
-    finish_reason: str  # "stop" by EOS, "length"
-    stop_reason: int | str | None = None
+    finish_reason: str | None  # "stop" by EOS, "length"
+    stop_reason: int | str | None = None  # None for EOS
 
 
 @dataclass(slots=True)
