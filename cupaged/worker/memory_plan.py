@@ -137,6 +137,7 @@ class _Planner:
 
     def __init__(self, config: EngineConfig, model: ModelConfig, backend: Backend, measure: Measure) -> None:
         self._config, self._backend, self._measure = config, backend, measure
+        self._sliding_window = model.max_sliding_window
         self._available = backend.available_memory()
         self._host_available = backend.host_memory()
         self._budget = int(config.gpu_memory_utilization * self._available)
@@ -170,6 +171,7 @@ class _Planner:
             block_size=size,
             num_slots=most * size,
             num_host_blocks=self._num_host_blocks(seq_len),
+            sliding_window=self._sliding_window,
         )
         plan = MemoryPlan(
             limits=limits,

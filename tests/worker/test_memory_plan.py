@@ -103,6 +103,11 @@ def test_limits_are_the_largest_step_and_cache_that_there_can_be() -> None:
     assert made.use == measure(made.limits)
 
 
+def test_limits_know_how_far_every_layer_looks_back_at_most() -> None:
+    assert plan(model=replace(MODEL, sliding_windows=(40, 64, 40))).limits.sliding_window == 64
+    assert plan(model=replace(MODEL, sliding_windows=(40, 0, 40))).limits.sliding_window == 0
+
+
 def test_the_plan_is_one_line_of_all_its_parts() -> None:
     made = MemoryPlan(
         limits=Limits(num_tokens=64, num_seqs=2, seq_len=20, block_size=16, num_slots=64),
