@@ -18,7 +18,7 @@ from cupaged.backend.comm import SingleRank
 from cupaged.batch import Batch, padding_batch
 from cupaged.config import EngineConfig, ModelConfig
 from cupaged.models import load_model_class, load_model_config
-from cupaged.sampling_params import MAX_LOGPROBS
+from cupaged.sampling_params import MAX_CANDIDATES
 from cupaged.worker.kv_cache import KVCache
 from cupaged.worker.memory_plan import plan_memory
 from cupaged.worker.sampler import SampledStep, Sampler
@@ -129,6 +129,6 @@ def largest_batches(limits: Limits) -> list[Batch]:
         batch = padding_batch(
             num_tokens, num_seqs, num_decodes=num_decodes, num_logits=num_tokens, table_width=1
         )
-        batch.num_logprobs[:] = batch.num_prompt_logprobs[:] = MAX_LOGPROBS
+        batch.num_logprobs[:] = batch.num_prompt_logprobs[:] = MAX_CANDIDATES
         batches.append(batch)
     return batches

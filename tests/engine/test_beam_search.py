@@ -13,8 +13,9 @@ from numpy.typing import NDArray
 
 from cupaged.engine.beam_search import BeamRequest, BeamSearch, beam_group
 from cupaged.engine.tokenizer import Tokenizer
+from cupaged.kernels.logprobs import MAX_TOP
 from cupaged.outputs import RequestMetrics, RequestOutput
-from cupaged.sampling_params import BeamSearchParams
+from cupaged.sampling_params import MAX_CANDIDATES, BeamSearchParams
 from cupaged.sequence import FinishReason
 from tests.engine.beam_reference import Logprobs, Reference, log_softmax
 from tools.beam_cases import GOLDENS, TABLE_CASES, TABLE_PERIOD, BeamCase, make_table
@@ -182,6 +183,10 @@ def test_group_asks_for_as_many_candidates_as_the_selection_needs() -> None:
     assert (group.num_sequences, group.is_beam, group.num_candidates) == (4, True, 5)
     assert (group.max_total_tokens, group.stop_token_ids, group.params.temperature) == (23, (), 0.5)
     assert (group.priority, group.cache_salts) == (3, (("cache_salt", "a"),))
+
+
+def test_as_many_candidates_can_be_had_as_kernels_give() -> None:
+    assert MAX_CANDIDATES == MAX_TOP
 
 
 def test_group_never_passes_max_model_len() -> None:
