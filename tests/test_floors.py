@@ -41,9 +41,10 @@ FLOORS = {
     "5b llm": Floor(("cupaged.llm",), (*GROUND, "cupaged.engine"), ("tqdm",)),
     "5 engine": Floor(
         ("cupaged.engine",),
-        (*GROUND, "cupaged.hub", "cupaged.scheduler", "cupaged.worker"),
+        (*GROUND, "cupaged.hub", "cupaged.scheduler", "cupaged.worker", "cupaged.trace"),
         ("numpy", "tokenizers", "jinja2"),
     ),
+    "3 trace": Floor(("cupaged.trace",), (*GROUND, "cupaged.jit", "cupaged.scheduler"), ("numpy",)),
     "4 worker": Floor(
         ("cupaged.worker",),
         (*GROUND, "cupaged.models", "cupaged.backend.base", "cupaged.backend.comm"),
