@@ -18,7 +18,7 @@ class SequenceStatus(IntEnum):
 
     WAITING = 0  # not admitted yet: no rows, no blocks
     RUNNING = 1  # has rows and blocks
-    PREEMPTED = 2  # keeps its rows and tokens, has no blocks; will be recomputed
+    PREEMPTED = 2  # keeps its tokens, has neither rows nor blocks; will be recomputed
     SWAPPED = 3  # keeps its rows and tokens; its blocks are in host memory
     FINISHED = 4
 
@@ -37,6 +37,9 @@ class FinishReason(IntEnum):
 NOT_FINISHED = -1  # in arrays of FinishReason
 
 
+_NO_TOKENS = np.empty(0, np.int32)
+
+
 @dataclass(slots=True, eq=False)
 class Sequence:
     """One of a group's outputs, or one of its beams."""
@@ -45,6 +48,15 @@ class Sequence:
     index: int  # in the group, part of the Philox counter
     row: int = -1  # index in the scheduler's arrays, -1 while it has none
     finish_reason: FinishReason | None = None
+    # What its row knew, while it has none; the scheduler's own.
+    token_ids: NDArray[np.int32] = field(init=False)  # all that are known
+    num_lost_tokens: int = 0  # had been computed when the group was preempted
+    prompt_logprobs_end: int = 0  # positions below have had their prompt log-probabilities
+
+    def __post_init__(self) -> None:
+        """Begin with the prompt; a beam behind the first begins with nothing."""
+        takes_part = self.index == 0 or not self.group.is_beam
+        self.token_ids = self.group.prompt_token_ids if takes_part else _NO_TOKENS
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
@@ -59,8 +71,9 @@ class SequenceGroup:
     banned_token_ids: tuple[int, ...] = ()  # not sampled while fewer than min_tokens are out
     seed: int = 0  # 64 bits, the Philox key
     num_sequences: int = 1
-    # The engine chooses each token (beam search): sequences take part once Scheduler.continue_beams names them.
+    # The engine chooses each token (beam search); beams take part once Scheduler.continue_beams says so.
     is_beam: bool = False
+    num_candidates: int = 0  # beams: log-probabilities of the most likely tokens that the engine chooses from
     priority: int = 0  # lower goes first
     cache_salts: tuple[tuple[str, str], ...] = ()  # (kind, text): whose cached prefixes it may share
     sequences: list[Sequence] = field(init=False)  # by index

@@ -1,24 +1,29 @@
-"""BlockManager: the pool of KV blocks seen from Python, where a sequence enters.
+"""BlockManager: the pools of KV blocks seen from Python, where a group enters.
 
-It owns the arrays of `allocator.Blocks`, on which the step's plan grows and frees tables; it knows rows,
-not sequences, and nothing of the memory behind the blocks.
+It owns the arrays of `allocator.Blocks`, of the device and of host memory, on which the step's plan grows,
+shares, moves and frees tables; it knows rows, not sequences, and nothing of the memory behind the blocks.
 """
 
 import numpy as np
+from numpy.typing import NDArray
 
-from cupaged.scheduler.allocator import create_blocks, grow_table
+from cupaged.scheduler.allocator import HOLE, Blocks, count_tokens, create_blocks, create_host_blocks
+from cupaged.scheduler.plan import Pools, create_moves
+from cupaged.scheduler.prefix_cache import EMPTY, NO_ENTRY, create_prefix_cache
+from cupaged.scheduler.scheduler_config import SchedulerConfig
 
 MAX_SLOTS = 2**31  # Batch.slot_mapping is int32
 
 
 class BlockManager:
-    """Own the pool, admit rows to it, and prove that no block is lost."""
+    """Own the pools, and prove that no block is lost."""
 
-    def __init__(self, *, num_blocks: int, block_size: int, num_rows: int, max_model_len: int) -> None:
+    def __init__(self, config: SchedulerConfig, counters: NDArray[np.int64]) -> None:
         """Start with every block free; a pool that cannot hold one longest sequence is a ValueError."""
-        if max_model_len > num_blocks * block_size:
+        num_blocks, block_size, longest = config.num_blocks, config.block_size, config.max_model_len
+        if longest > num_blocks * block_size:
             raise ValueError(
-                f"max_model_len is {max_model_len} but the KV cache holds {num_blocks * block_size} tokens "
+                f"max_model_len is {longest} but the KV cache holds {num_blocks * block_size} tokens "
                 f"({num_blocks} blocks of {block_size}); lower max_model_len or give the cache more memory"
             )
         if num_blocks * block_size > MAX_SLOTS:
@@ -29,37 +34,116 @@ class BlockManager:
         self.block_size = block_size
         self.total = num_blocks
         self.watermark = max(1, num_blocks // 100)  # blocks kept free at admission, for those that run
-        self.blocks = create_blocks(num_blocks, block_size, num_rows, self.blocks_for(max_model_len))
+        table_shape = (config.max_num_seqs, self.blocks_for(longest))
+        self.blocks = create_blocks(
+            num_blocks,
+            block_size,
+            table_shape=table_shape,
+            cache=create_prefix_cache(num_blocks, block_size, enabled=config.enable_prefix_caching),
+            counters=counters,
+        )
+        self.host_blocks = create_host_blocks(config.num_host_blocks, block_size, table_shape=table_shape)
+        self.moves = create_moves(config.max_num_seqs, config.num_host_blocks)
+
+    @property
+    def pools(self) -> Pools:
+        """Return what the plan works on."""
+        return Pools(self.blocks, self.host_blocks, self.moves)
 
     @property
     def num_free(self) -> int:
-        """Return how many blocks nobody holds."""
-        return int(self.blocks.num_free[0])
+        """Return how many blocks can be taken: nobody holds them, though some may still be found."""
+        return int(self.blocks.num_free[0] + self.blocks.num_evictable[0])
 
     def blocks_for(self, num_tokens: int) -> int:
         """Return how many blocks `num_tokens` tokens take."""
         return -(-num_tokens // self.block_size)
 
-    def can_allocate(self, num_tokens: int, *, keep_watermark: bool) -> bool:
-        """Return whether a row without blocks could get those of `num_tokens` tokens."""
-        kept = self.watermark if keep_watermark else 0
-        return self.blocks_for(num_tokens) + kept <= self.num_free
+    def most_blocks(self, num_prompt: int, num_total: int, num_sequences: int) -> int:
+        """Return the blocks that sequences of one prompt take at most: they share its full blocks."""
+        shared = num_prompt // self.block_size
+        return shared + num_sequences * (self.blocks_for(num_total) - shared)
 
-    def allocate(self, row: int, num_tokens: int) -> None:
-        """Give an empty row the blocks of its `num_tokens` tokens; ask `can_allocate` first."""
-        assert self.blocks.num_blocks[row] == 0, f"row {row} already has blocks"
-        taken = grow_table(self.blocks, row, self.blocks_for(num_tokens))
-        assert taken, f"{self.num_free} free blocks, row {row} needs {self.blocks_for(num_tokens)}"
+    def count_tokens(self, rows: NDArray[np.int32], num_computed: NDArray[np.int32]) -> int:
+        """Return how many tokens the rows' blocks hold, num_computed[i] being those of rows[i]."""
+        return count_tokens(self.blocks, rows, num_computed)
+
+    def reset_prefix_cache(self) -> None:
+        """Forget all entries; blocks in use stay with who holds them."""
+        blocks, end = self.blocks, self.total
+        while blocks.num_evictable[0] > 0:
+            block = blocks.newer[end]
+            blocks.newer[end] = blocks.newer[block]
+            blocks.free[blocks.num_free[0]] = block
+            blocks.num_free[0] += 1
+            blocks.num_evictable[0] -= 1
+        blocks.older[end] = end
+        blocks.cache.serials.fill(NO_ENTRY)
+        blocks.cache.slots.fill(EMPTY)
 
     def check_invariants(self) -> None:
-        """Assert that free + used = total and that every reference is explained by one table."""
-        blocks = self.blocks
-        free = blocks.free[: self.num_free]
-        held = np.arange(blocks.block_tables.shape[1]) < blocks.num_blocks[:, None]
-        references = np.bincount(blocks.block_tables[held], minlength=self.total)
-        assert np.array_equal(references, blocks.ref_count), "a reference count that no table explains"
-        assert references.max() <= 1, f"block {references.argmax()} is in two places"
-        assert np.unique(free).size == free.size, "a block is twice on the free stack"
-        assert not references[free].any(), "a free block is in a table"
-        used = np.count_nonzero(references)
-        assert free.size + used == self.total, f"{free.size} free + {used} used != {self.total} blocks"
+        """Assert that in each pool free + evictable + used = total and tables explain every reference."""
+        check_pool(self.blocks)
+        check_cache(self.blocks)
+        check_pool(self.host_blocks)
+        both = (self.blocks.num_blocks > 0) & (self.host_blocks.num_blocks > 0)
+        assert not both.any(), f"row {both.argmax()} has a table in both pools"
+
+
+def check_pool(blocks: Blocks) -> None:
+    """Assert that each block is free, evictable or explained by tables, and holes come first in these."""
+    total = blocks.ref_count.size
+    free, ring = blocks.free[: blocks.num_free[0]], evictable(blocks)
+    index = np.arange(blocks.block_tables.shape[1])
+    valid = index < blocks.num_blocks[:, None]
+    hole = valid & (index < blocks.first_block[:, None])
+    assert (blocks.first_block <= blocks.num_blocks).all(), "more holes than blocks"
+    assert (blocks.block_tables[hole] == HOLE).all(), "a block where a hole should be"
+    held = blocks.block_tables[valid & ~hole]
+    assert not held.size or (held.min() >= 0 and held.max() < total), "a table names no block of the pool"
+    references = np.bincount(held, minlength=total)
+    assert np.array_equal(references, blocks.ref_count), "a reference count that no table explains"
+    unused = np.concatenate([free, np.array(ring, np.int32)])
+    assert np.unique(unused).size == unused.size, "a block is twice among the free and evictable ones"
+    assert not references[unused].any(), "a free block is in a table"
+    used = np.count_nonzero(references)
+    assert unused.size + used == total, f"{unused.size} free + {used} used != {total} blocks"
+    assert (blocks.moved == -1).all(), "scratch was left behind"
+
+
+def evictable(blocks: Blocks) -> list[int]:
+    """Return the evictable blocks, the one to be evicted first in front."""
+    end = blocks.ref_count.size
+    found: list[int] = []
+    before, block = end, int(blocks.newer[end])
+    while block != end:
+        assert blocks.older[block] == before, "the ring of evictable blocks is broken"
+        assert len(found) < end, "the ring of evictable blocks does not end"
+        found.append(block)
+        before, block = block, int(blocks.newer[block])
+    assert blocks.older[end] == before, "the ring of evictable blocks is broken"
+    assert len(found) == blocks.num_evictable[0], "evictable blocks are miscounted"
+    return found
+
+
+def check_cache(blocks: Blocks) -> None:
+    """Assert that the hash table has every entry where it is found, and that blocks nobody holds are entries
+    exactly if they are evictable.
+    """
+    cache = blocks.cache
+    if cache.slots.size == 0:
+        assert blocks.num_evictable[0] == 0, "blocks are cached though caching is off"
+        return
+    entries = np.flatnonzero(cache.serials != NO_ENTRY)
+    in_table = np.sort(cache.slots[cache.slots != EMPTY])
+    assert np.array_equal(in_table, entries), "the hash table and the blocks disagree on the entries"
+    assert np.unique(cache.serials[entries]).size == entries.size, "two entries have one serial"
+    assert not entries.size or cache.serials[entries].max() <= cache.last_serial[0], "a serial not given yet"
+    last = cache.slots.size - 1
+    for place in np.flatnonzero(cache.slots != EMPTY).tolist():
+        probe = int(cache.hashes[cache.slots[place]]) & last
+        while probe != place:
+            assert cache.slots[probe] != EMPTY, f"block {cache.slots[place]} cannot be found"
+            probe = (probe + 1) & last
+    ring = np.sort(np.array(evictable(blocks), np.int64))
+    assert np.array_equal(ring, entries[blocks.ref_count[entries] == 0]), "a free entry is not evictable"

@@ -1,10 +1,10 @@
-"""Pack the planned rows into a Batch: njit, from Rows and Blocks straight into one flat host buffer.
+"""Pack the planned step into a Batch: njit, from Rows, Blocks and Moves straight into one flat host buffer.
 
 Arrays are taken out of their tuples before a loop, never in it: each time costs two atomic counts,
 and dozens of them a sequence would cost more than the packing.
 """
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -12,16 +12,21 @@ from numpy.typing import NDArray
 from cupaged.batch import BatchArrays, Bucket, Count, Flag, buffer_size, view
 from cupaged.jit import njit, njit_inner
 from cupaged.scheduler.allocator import Blocks
+from cupaged.scheduler.plan import COPY, SWAP_IN, SWAP_OUT, Moves
 from cupaged.scheduler.state import Rows, SamplingRows
 
 SAMPLES = int(Flag.SAMPLES)
 INPUT_FROM_LAST_TOKEN = int(Flag.INPUT_FROM_LAST_TOKEN)
 RESET = int(Flag.RESET)
+SCALED_LOGPROBS = int(Flag.SCALED_LOGPROBS)
 NUM_TOKENS = int(Count.NUM_TOKENS)
 NUM_SEQS = int(Count.NUM_SEQS)
 NUM_DECODES = int(Count.NUM_DECODES)
 NUM_LOGITS = int(Count.NUM_LOGITS)
 TABLE_WIDTH = int(Count.TABLE_WIDTH)
+NUM_COPY = int(Count.NUM_COPY)
+NUM_SWAP_OUT = int(Count.NUM_SWAP_OUT)
+NUM_SWAP_IN = int(Count.NUM_SWAP_IN)
 NUM_BANNED = int(Count.NUM_BANNED)
 NUM_HISTORY = int(Count.NUM_HISTORY)
 
@@ -48,9 +53,10 @@ class BatchBuffer:
 
 
 @njit
-def measure(rows: Rows, sampling: SamplingRows, blocks: Blocks) -> tuple[int, int, int, int]:
+def measure(rows: Rows, sampling: SamplingRows, blocks: Blocks, moves: Moves) -> tuple[int, int, int, int]:
     """Return the planned step's tokens, sequences, widest block table and enough words of tail."""
-    tokens = seqs = width = tail = 0
+    tokens = seqs = width = 0
+    tail = 2 * (moves.num[SWAP_OUT] + moves.num[SWAP_IN])
     for i in range(rows.num_running[0]):
         row = rows.running[i]
         if rows.num_new[row] > 0:
@@ -108,17 +114,18 @@ def pack_sampling(sampling: SamplingRows, out: BatchArrays, order: NDArray[np.in
 
 
 @njit_inner
-def pack_flags(rows: Rows, out: BatchArrays, order: NDArray[np.int32]) -> None:
+def pack_flags(rows: Rows, sampling: SamplingRows, out: BatchArrays, order: NDArray[np.int32]) -> None:
     """Write what the step does with each sequence: seq_lens, flags, output_position."""
     num_tokens, in_flight, num_prompt = rows.num_tokens, rows.num_in_flight, rows.num_prompt_tokens
     computed, num_new, reset = rows.num_computed_tokens, rows.num_new, rows.reset
+    scales = sampling.scales_logprobs
     seq_lens, flags, output_position = out.seq_lens, out.flags, out.output_position
     for i in range(order.size):
         row = order[i]
         total = num_tokens[row] + in_flight[row]
         seq_lens[i] = computed[row] + num_new[row]
         output_position[i] = total - num_prompt[row]
-        flags[i] = RESET if reset[row] else 0
+        flags[i] = (RESET if reset[row] else 0) | (SCALED_LOGPROBS if scales[row] else 0)
         if seq_lens[i] == total:
             flags[i] |= SAMPLES
             if in_flight[row] > 0:
@@ -127,18 +134,20 @@ def pack_flags(rows: Rows, out: BatchArrays, order: NDArray[np.int32]) -> None:
 
 @njit_inner
 def pack_tokens(rows: Rows, blocks: Blocks, out: BatchArrays, order: NDArray[np.int32]) -> None:
-    """Write input ids, positions and slots."""
+    """Write input ids, positions and slots; what is in shared blocks already has none."""
     tokens, num_tokens, computed = rows.tokens, rows.num_tokens, rows.num_computed_tokens
+    num_stored = rows.num_stored_tokens
     tables, block_size, start = blocks.block_tables, blocks.block_size, out.query_start
     input_ids, positions, slot_mapping = out.input_ids, out.positions, out.slot_mapping
     for i in range(order.size):
         row = order[i]
-        first, known = computed[row], num_tokens[row]
+        first, known, stored = computed[row], num_tokens[row], num_stored[row]
         for t in range(start[i], start[i + 1]):
             p = first + t - start[i]
             input_ids[t] = tokens[row, p] if p < known else 0
             positions[t] = p
-            slot_mapping[t] = tables[row, p // block_size] * block_size + p % block_size
+            slot = tables[row, p // block_size] * block_size + p % block_size
+            slot_mapping[t] = slot if p >= stored else -1
 
 
 @njit_inner
@@ -171,7 +180,7 @@ def pack_logits(
 
 @njit_inner
 def pack_tables(blocks: Blocks, out: BatchArrays, order: NDArray[np.int32]) -> None:
-    """Write the block tables, -1 past the end of each."""
+    """Write the block tables, -1 past the end of each and before its sliding window."""
     tables, num_blocks, target = blocks.block_tables, blocks.num_blocks, out.block_tables
     width = 0
     for i in range(order.size):
@@ -186,38 +195,58 @@ def pack_tables(blocks: Blocks, out: BatchArrays, order: NDArray[np.int32]) -> N
 
 
 @njit_inner
-def pack_tail(
-    tokens: NDArray[np.int32], num_tokens: NDArray[np.int32], sampling: SamplingRows, out: BatchArrays
-) -> None:
-    """Write the ragged parts: all banned ids, then all history, each with its starts.
+def pack_moves(moves: Moves, out: BatchArrays) -> int:
+    """Write the pairs of blocks, all moves being done then; return the words of tail that they take."""
+    num, tail = moves.num, out.tail
+    out.copy[: num[COPY]] = moves.copy[: num[COPY]]
+    end = 0
+    for pairs, count in ((moves.swap_out, num[SWAP_OUT]), (moves.swap_in, num[SWAP_IN])):
+        for i in range(count):
+            tail[end], tail[end + 1] = pairs[i, 0], pairs[i, 1]
+            end += 2
+    out.counts[NUM_COPY] = num[COPY]
+    out.counts[NUM_SWAP_OUT] = num[SWAP_OUT]
+    out.counts[NUM_SWAP_IN] = num[SWAP_IN]
+    num[:] = 0
+    return end
+
+
+@njit_inner
+def pack_tail(rows: Rows, sampling: SamplingRows, out: BatchArrays, begin: int) -> None:
+    """Write the ragged parts of sequences: all banned ids, then all history, each with its starts.
 
     A token in flight is not in its row's history; it is last_token[row] on the device.
     """
-    rows, flags, output_position, tail = out.rows, out.flags, out.output_position, out.tail
+    step_rows, flags, output_position, tail = out.rows, out.flags, out.output_position, out.tail
     banned, min_tokens, wants_history = sampling.banned_token_ids, sampling.min_tokens, sampling.wants_history
-    banned_start, history_start = out.banned_start, out.history_start
+    banned_start, history_start, tokens, num_tokens = (
+        out.banned_start,
+        out.history_start,
+        rows.tokens,
+        rows.num_tokens,
+    )
     num_seqs = out.counts[NUM_SEQS]
-    end = 0
+    end = begin
     for i in range(num_seqs):
-        row = rows[i]
-        banned_start[i] = end
+        row = step_rows[i]
+        banned_start[i] = end - begin
         if flags[i] & SAMPLES and output_position[i] < min_tokens[row]:
             j = 0
             while banned[row, j] >= 0:
                 tail[end] = banned[row, j]
                 j += 1
                 end += 1
-    banned_start[num_seqs:] = end
+    banned_start[num_seqs:] = end - begin
     first = end
     for i in range(num_seqs):
-        row = rows[i]
+        row = step_rows[i]
         history_start[i] = end - first
         if flags[i] & RESET and wants_history[row]:
             for j in range(num_tokens[row]):
                 tail[end] = tokens[row, j]
                 end += 1
     history_start[num_seqs:] = end - first
-    out.counts[NUM_BANNED] = first
+    out.counts[NUM_BANNED] = first - begin
     out.counts[NUM_HISTORY] = end - first
 
 
@@ -236,18 +265,24 @@ def pad(out: BatchArrays, num_tokens: int, num_seqs: int, num_logits: int) -> No
     out.logit_target[num_logits:] = 0
 
 
+class Packed(NamedTuple):
+    """Where a step is written."""
+
+    arrays: BatchArrays
+    serials: NDArray[np.int64]  # [num_seqs or more]
+
+
 @njit
-def pack_batch(
-    rows: Rows, sampling: SamplingRows, blocks: Blocks, out: BatchArrays, serials: NDArray[np.int64]
-) -> None:
-    """Write the planned step into `out` and the serials of its rows; the rows stay as they are."""
+def pack_batch(rows: Rows, sampling: SamplingRows, blocks: Blocks, moves: Moves, packed: Packed) -> None:
+    """Write the planned step and the serials of its rows; moves are done then, the rows stay as they are."""
+    out = packed.arrays
     out.counts[:] = 0
-    num_seqs = pack_order(rows, out, serials)
+    num_seqs = pack_order(rows, out, packed.serials)
     order = out.rows[:num_seqs]
     pack_sampling(sampling, out, order)
-    pack_flags(rows, out, order)
+    pack_flags(rows, sampling, out, order)
     pack_tokens(rows, blocks, out, order)
     pack_logits(rows, sampling.num_prompt_logprobs, out, order)
     pack_tables(blocks, out, order)
-    pack_tail(rows.tokens, rows.num_tokens, sampling, out)
+    pack_tail(rows, sampling, out, pack_moves(moves, out))
     pad(out, out.counts[NUM_TOKENS], num_seqs, out.counts[NUM_LOGITS])

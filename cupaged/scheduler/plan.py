@@ -1,4 +1,4 @@
-"""The step's plan under one token budget, and what a finished step changes: njit over Rows and Blocks.
+"""The step's plan under one token budget: who computes how many tokens, and who gives up blocks for it; njit.
 
 There is no prefill phase and no decode phase, only num_computed_tokens catching up with the tokens
 that are known or in flight.
@@ -9,32 +9,91 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from cupaged.batch import Flag
 from cupaged.jit import njit, njit_inner
-from cupaged.scheduler.allocator import Blocks, free_table, grow_table
-from cupaged.scheduler.state import NO_SERIAL, Rows
-from cupaged.sequence import NOT_FINISHED, FinishReason
+from cupaged.scheduler.allocator import (
+    Blocks,
+    copy_on_write,
+    count_blocks,
+    free_table,
+    grow_table,
+    is_shared,
+    move_tables,
+    num_available,
+)
+from cupaged.scheduler.counters import Counter
+from cupaged.scheduler.state import Rows
 
-SAMPLES = int(Flag.SAMPLES)
-STOP = int(FinishReason.STOP)
-LENGTH = int(FinishReason.LENGTH)
+PREEMPTIONS = int(Counter.PREEMPTIONS)
+SWAPPED_OUT_BLOCKS = int(Counter.SWAPPED_OUT_BLOCKS)
+SWAP_OUT, SWAP_IN, COPY = 0, 1, 2  # in Moves.num
+
+
+class Moves(NamedTuple):
+    """What the step being planned does with whole blocks before its forward: pairs (from, to)."""
+
+    swap_out: NDArray[np.int32]  # [num_host_blocks, 2], valid below num[SWAP_OUT]
+    swap_in: NDArray[np.int32]  # [num_host_blocks, 2], likewise
+    copy: NDArray[np.int32]  # [num_rows, 2]
+    num: NDArray[np.int64]  # [3]
+
+
+class Pools(NamedTuple):
+    """Where blocks lie, and what moves between there."""
+
+    device: Blocks
+    host: Blocks
+    moves: Moves
+
+
+class Costs(NamedTuple):
+    """What preempting costs, in seconds; infinite = never that way, if there is another."""
+
+    swap: float  # a block, out and in again
+    recompute: float  # a token
+
+
+class Head(NamedTuple):
+    """The group that is first in the queue."""
+
+    num_tokens: int  # that it would compute if it entered now; 0 if it cannot
+    priority: int
+
+
+def create_moves(num_rows: int, num_host_blocks: int) -> Moves:
+    """Return room for all that can move in one step."""
+    return Moves(
+        np.zeros((num_host_blocks, 2), np.int32),
+        np.zeros((num_host_blocks, 2), np.int32),
+        np.zeros((num_rows, 2), np.int32),
+        np.zeros(3, np.int64),
+    )
 
 
 @njit_inner
 def num_remaining(rows: Rows, row: int) -> int:
     """Return how many tokens the row could compute now; a token past max_total_tokens never."""
     target = rows.num_tokens[row] + rows.num_in_flight[row]
-    return target - rows.num_computed_tokens[row] if target < rows.max_total_tokens[row] else 0
+    waits = rows.is_pending[row] or (rows.is_beam[row] and rows.num_in_flight[row] > 0)
+    if waits or target >= rows.max_total_tokens[row]:
+        return 0
+    return int(target - rows.num_computed_tokens[row])
 
 
 @njit_inner
-def share_budget(rows: Rows, budget: int, num_decodes: int) -> None:
-    """Plan every decode, then prefill chunks, oldest first, out of what is left."""
+def share_budget(rows: Rows, budget: int, num_decodes: int, head: Head) -> None:
+    """Plan every decode, then prefill chunks, in order, out of what is left.
+
+    What a head of higher priority would compute is kept aside before the chunks of those it goes before.
+    """
     left = budget - num_decodes
+    kept = 0
     for i in range(rows.num_running[0]):
         row = rows.running[i]
         remaining = num_remaining(rows, row)
         if remaining > 1:
+            if kept == 0 and rows.priority[row] > head.priority:
+                kept = min(left, head.num_tokens)
+                left -= kept
             remaining = min(remaining, left)
             left -= remaining
         rows.num_new[row] = remaining
@@ -58,147 +117,146 @@ def take_turns(rows: Rows, turns: NDArray[np.int64], budget: int, num_head: int)
 
 
 @njit_inner
-def grow_tables(rows: Rows, blocks: Blocks) -> int:
-    """Give planned rows their blocks, oldest first; preempt from the newest end, return how many.
+def first_write(rows: Rows, blocks: Blocks, row: int) -> int:
+    """Return the index of the block that the row's planned tokens write first."""
+    return int(max(rows.num_computed_tokens[row], rows.num_stored_tokens[row]) // blocks.block_size)
 
-    running[num_running : num_running + preempted] are then the preempted ones. The victim is never a row that
-    has grown in this step: those are all older than the one that asks.
+
+@njit_inner
+def blocks_wanted(rows: Rows, blocks: Blocks, row: int) -> int:
+    """Return how many blocks the row's planned tokens need beside those it has."""
+    if rows.num_new[row] == 0:
+        return 0
+    end = rows.num_computed_tokens[row] + rows.num_new[row]
+    more = (end + blocks.block_size - 1) // blocks.block_size - blocks.num_blocks[row]
+    writes = end > rows.num_stored_tokens[row]
+    return int(max(0, more) + (writes and is_shared(blocks, row, first_write(rows, blocks, row))))
+
+
+@njit_inner
+def take_blocks(rows: Rows, pools: Pools, row: int) -> None:
+    """Give the row the blocks of its planned tokens, its own where it writes."""
+    blocks = pools.device
+    if rows.num_new[row] == 0:
+        return
+    end = rows.num_computed_tokens[row] + rows.num_new[row]
+    index = first_write(rows, blocks, row)
+    if end > rows.num_stored_tokens[row] and is_shared(blocks, row, index):
+        copy_on_write(blocks, row, index, pools.moves.copy[pools.moves.num[COPY]])
+        pools.moves.num[COPY] += 1
+    grow_table(blocks, row, (end + blocks.block_size - 1) // blocks.block_size)
+
+
+@njit_inner
+def group_end(rows: Rows, first: int) -> int:
+    """Return the place in `running` behind the group that begins at `first`."""
+    running, serial = rows.running, rows.serial
+    end = first + 1
+    while end < rows.num_running[0] and serial[running[end]] == serial[running[first]]:
+        end += 1
+    return end
+
+
+@njit_inner
+def last_group(rows: Rows) -> int:
+    """Return the place in `running` at which the last group begins."""
+    running, serial = rows.running, rows.serial
+    first = rows.num_running[0] - 1
+    while first > 0 and serial[running[first - 1]] == serial[running[first]]:
+        first -= 1
+    return int(first)
+
+
+@njit_inner
+def prefers_swap(rows: Rows, pools: Pools, group: NDArray[np.int32], costs: Costs) -> bool:
+    """Return whether to swap the group out: if there is room and it costs less than to recompute it."""
+    num_blocks = count_blocks(pools.device, group)
+    if num_blocks == 0 or num_blocks > num_available(pools.host):
+        return False
+    num_tokens = 0
+    for i in range(group.size):
+        row = group[i]
+        shared = rows.num_prompt_tokens[row] if i > 0 else 0  # is recomputed once
+        num_tokens += max(0, rows.num_computed_tokens[row] - shared)
+    return bool(num_blocks * costs.swap < num_tokens * costs.recompute)
+
+
+@njit
+def preempt_last(rows: Rows, pools: Pools, costs: Costs) -> bool:
+    """Take the last group out of `running` and its blocks away; return whether they are swapped out.
+
+    Its rows are then found behind the others, at running[num_running:].
     """
-    running, num_running = rows.running, rows.num_running
-    before = num_running[0]
-    i = 0
-    while i < num_running[0]:
-        row = running[i]
-        if rows.num_new[row] > 0:
-            end = rows.num_computed_tokens[row] + rows.num_new[row]
-            needed = (end + blocks.block_size - 1) // blocks.block_size
-            while not grow_table(blocks, row, needed):
-                num_running[0] -= 1
-                victim = running[num_running[0]]
-                free_table(blocks, victim)
-                rows.num_computed_tokens[victim] = 0
-                rows.num_new[victim] = 0
-                if victim == row:
-                    break
-        i += 1
-    return int(before - num_running[0])
+    first = last_group(rows)
+    group = rows.running[first : rows.num_running[0]].copy()
+    rows.num_running[0] = first
+    swaps = prefers_swap(rows, pools, group, costs)
+    blocks, moves = pools.device, pools.moves
+    if swaps:
+        out = moves.num[SWAP_OUT]
+        count = move_tables(blocks, pools.host, group, moves.swap_out[out:])
+        moves.num[SWAP_OUT] += count
+        blocks.counters[SWAPPED_OUT_BLOCKS] += count
+    for row in group:
+        rows.num_new[row] = 0
+        free_table(blocks, row)
+    blocks.counters[PREEMPTIONS] += 1
+    return swaps
+
+
+@njit_inner
+def grow_groups(rows: Rows, pools: Pools, costs: Costs, swapped: NDArray[np.bool_]) -> int:
+    """Give planned rows their blocks, group by group; preempt from the end, return how many groups.
+
+    A group gets all that its rows need, or nothing: none is preempted that has taken blocks in this step, so
+    that no copy of this step is from or to a block that was given up in it. swapped[i] tells of the group
+    that was preempted i-th.
+    """
+    blocks, running = pools.device, rows.running
+    num_preempted = 0
+    first = 0
+    while first < rows.num_running[0]:
+        end = group_end(rows, first)
+        wanted = 0
+        for i in range(first, end):
+            wanted += blocks_wanted(rows, blocks, running[i])
+        while wanted > num_available(blocks) and rows.num_running[0] > first:
+            swapped[num_preempted] = preempt_last(rows, pools, costs)
+            num_preempted += 1
+        if rows.num_running[0] > first and wanted > 0:
+            for i in range(first, end):
+                take_blocks(rows, pools, running[i])
+        first = end
+    return num_preempted
 
 
 @njit
 def plan_running(
-    rows: Rows, blocks: Blocks, turns: NDArray[np.int64], budget: int, num_head: int
+    rows: Rows,
+    pools: Pools,
+    turns: NDArray[np.int64],
+    limits: tuple[int, Head, Costs],
+    swapped: NDArray[np.bool_],
 ) -> tuple[int, int]:
-    """Set num_new of the running rows and give them blocks; return (tokens planned, rows preempted).
+    """Set num_new of the running rows and give them blocks; return (tokens planned, groups preempted).
 
-    `num_head` is what the first waiting sequence would compute if it could enter now, else 0. `turns` orders
-    [0, num_running], the head last in number, by last turn; it is needed where num_running >= budget.
+    limits = (budget, head, costs). `turns` orders [0, num_running], the head last in number, by last turn;
+    it is needed where num_running >= budget. swapped [num_rows] is as grow_groups has it.
     """
+    budget, head, costs = limits
     num_decodes = 0
-    others = num_head > 0
+    others = head.num_tokens > 0
     for i in range(rows.num_running[0]):
         remaining = num_remaining(rows, rows.running[i])
         num_decodes += remaining == 1
         others |= remaining > 1
     # Decodes that use up the budget would starve everybody else, or one another.
     if num_decodes > budget or (num_decodes == budget and others):
-        take_turns(rows, turns, budget, num_head)
+        take_turns(rows, turns, budget, head.num_tokens)
     else:
-        share_budget(rows, budget, num_decodes)
-    num_preempted = grow_tables(rows, blocks)
+        share_budget(rows, budget, num_decodes, head)
+    num_preempted = grow_groups(rows, pools, costs, swapped)
     planned = 0
     for i in range(rows.num_running[0]):
         planned += rows.num_new[rows.running[i]]
     return int(planned), num_preempted
-
-
-@njit
-def advance(rows: Rows, step: int) -> None:
-    """Count the planned step as submitted: its tokens computed, its samples in flight."""
-    for i in range(rows.num_running[0]):
-        row = rows.running[i]
-        if rows.num_new[row] > 0:
-            end = rows.num_computed_tokens[row] + rows.num_new[row]
-            rows.num_computed_tokens[row] = end
-            rows.num_in_flight[row] += end == rows.num_tokens[row] + rows.num_in_flight[row]
-            rows.prompt_logprobs_end[row] = max(end, rows.prompt_logprobs_end[row])
-            rows.last_scheduled[row] = step
-            rows.reset[row] = False
-
-
-@njit
-def release(rows: Rows, blocks: Blocks, row: int) -> None:
-    """Take blocks and serial from a row; `compact` then takes it out of those that run."""
-    free_table(blocks, row)
-    rows.serial[row] = NO_SERIAL
-
-
-@njit
-def compact(rows: Rows) -> None:
-    """Close the gaps that released rows leave in `running`."""
-    kept = 0
-    for i in range(rows.num_running[0]):
-        row = rows.running[i]
-        if rows.serial[row] != NO_SERIAL:
-            rows.running[kept] = row
-            kept += 1
-    rows.num_running[0] = kept
-
-
-@njit_inner
-def is_stop(stop_token_ids: NDArray[np.int32], row: int, token_id: int) -> bool:
-    """Return whether the row ends with this token."""
-    i = 0
-    while stop_token_ids[row, i] >= 0:
-        if stop_token_ids[row, i] == token_id:
-            return True
-        i += 1
-    return False
-
-
-class StepRows(NamedTuple):
-    """A step that has come back: of the batch (rows, serials, flags) and of StepOutput."""
-
-    rows: NDArray[np.int32]  # [num_seqs]
-    serials: NDArray[np.int64]  # [num_seqs]
-    flags: NDArray[np.int32]  # [num_seqs]
-    token_ids: NDArray[np.int32]  # [num_seqs, k]
-    num_tokens: NDArray[np.int32]  # [num_seqs]
-
-
-@njit
-def apply_output(
-    rows: Rows, blocks: Blocks, step: StepRows, num_appended: NDArray[np.int32], reasons: NDArray[np.int8]
-) -> None:
-    """Append what the step sampled and release the rows that end; write both per sequence.
-
-    num_appended becomes -1 where the row has meanwhile been given up: its result is nobody's.
-    """
-    tokens, num_tokens, max_total = rows.tokens, rows.num_tokens, rows.max_total_tokens
-    serial, num_in_flight, stop_token_ids = rows.serial, rows.num_in_flight, rows.stop_token_ids
-    step_rows, serials, flags, sampled, num_sampled = step
-    ended = False
-    for i in range(step_rows.size):
-        row = step_rows[i]
-        num_appended[i] = 0
-        reasons[i] = NOT_FINISHED
-        if serial[row] != serials[i]:
-            num_appended[i] = -1
-            continue
-        samples = (flags[i] & SAMPLES) != 0
-        assert samples == (num_sampled[i] > 0), "tokens from a sequence that did not sample, or none"
-        num_in_flight[row] -= samples
-        for j in range(num_sampled[i]):
-            n = num_tokens[row]
-            tokens[row, n] = sampled[i, j]
-            num_tokens[row] = n + 1
-            num_appended[i] += 1
-            if is_stop(stop_token_ids, row, sampled[i, j]):
-                reasons[i] = STOP
-            elif n + 1 >= max_total[row]:
-                reasons[i] = LENGTH
-            if reasons[i] != NOT_FINISHED:
-                release(rows, blocks, row)
-                ended = True
-                break
-    if ended:
-        compact(rows)

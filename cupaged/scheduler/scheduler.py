@@ -1,131 +1,240 @@
 """Scheduler: which sequences compute how many tokens in the next step, and what a finished step changes.
 
-It owns the waiting queue, the rows and the block manager; it never touches a model or a device. Loops
-over rows, tokens and blocks are njit in plan.py and pack.py; here a sequence costs Python only when it
-enters or leaves.
+It owns the queue, the rows and the block manager; it never touches a model or a device, and reads no clock.
+Loops over rows, tokens and blocks are njit in plan.py, entry.py, progress.py and pack.py; here a group costs
+Python only when it enters or leaves.
 """
 
-from collections import OrderedDict, deque
+from collections import deque
+from collections.abc import Sequence as Items
+from math import inf
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from cupaged.batch import Batch, StepOutput, bucket_for
-from cupaged.sampling_params import SamplingParams
 from cupaged.scheduler.block_manager import BlockManager
-from cupaged.scheduler.pack import BatchBuffer, measure, pack_batch
-from cupaged.scheduler.plan import StepRows, advance, apply_output, compact, plan_running, release
-from cupaged.scheduler.state import NO_SERIAL, create_rows, create_sampling_rows, load_row, load_sampling_row
-from cupaged.sequence import NOT_FINISHED, FinishReason, Sequence, SequenceStatus
+from cupaged.scheduler.counters import Counter, create_counters
+from cupaged.scheduler.entry import (
+    enter,
+    measure_prompt,
+    measure_swapped,
+    obtainable_blocks,
+    start_prompt,
+    swap_in,
+)
+from cupaged.scheduler.group_queue import GroupQueue
+from cupaged.scheduler.invariants import check_groups, check_rows
+from cupaged.scheduler.pack import BatchBuffer, Packed, measure, pack_batch
+from cupaged.scheduler.plan import Costs, Head, plan_running, preempt_last
+from cupaged.scheduler.prefix_cache import SaltIds, lookup_prefix
+from cupaged.scheduler.progress import (
+    StepRows,
+    advance,
+    append_choices,
+    apply_output,
+    free_everywhere,
+    reorder_beams,
+)
+from cupaged.scheduler.row_table import RowTable
+from cupaged.scheduler.scheduler_config import SchedulerConfig
+from cupaged.scheduler.state import NEVER, NO_SERIAL
+from cupaged.sequence import NOT_FINISHED, FinishReason, Sequence, SequenceGroup, SequenceStatus
 
 _NO_TURNS = np.empty(0, np.int64)
+_NO_HEAD = Head(0, 0)
+_NOT_CACHED = np.empty(0, np.int32)
 
 
 class Update(NamedTuple):
     """What a step changed, by the batch's sequences."""
 
-    sequences: list[Sequence | None]  # None: finished while the step was in flight, its result is discarded
-    num_tokens: NDArray[np.int32]  # how many of output.token_ids[i] were appended
+    sequences: list[Sequence | None]  # None: its row was given up meanwhile, the result is discarded
+    num_tokens: NDArray[np.int32]  # how many of output.token_ids[i] were appended; 0 for a beam
     finish_reasons: NDArray[np.int8]  # FinishReason or NOT_FINISHED
 
 
-class Scheduler:
-    """First come, first served, under one token budget, with preemption by recompute."""
+class _Fit(NamedTuple):
+    """What a group that waits needs in order to run."""
 
-    def __init__(
-        self,
-        *,
-        num_blocks: int,
-        block_size: int,
-        max_num_seqs: int,
-        max_num_batched_tokens: int,
-        max_model_len: int,
-        num_batches: int = 2,
-    ) -> None:
-        """Allocate all state; at most `num_batches` (1 or 2) steps are in flight at a time."""
+    num_rows: int
+    num_blocks: int
+    num_tokens: int  # that it would compute
+    found: NDArray[np.int32]  # cached blocks of its first sequence's prefix
+    first: int  # of these, the first that its window still needs
+
+
+class Scheduler:
+    """Groups by priority, then arrival, under one token budget; preemption by swap or recompute.
+
+    A group finishes within (max_num_seqs + 1) * sum(num_sequences * max_total_tokens) steps, the sum over
+    itself and the unfinished groups before it in that order, whatever arrives behind it: the first one is
+    never preempted, and each of its rows has a turn at least every max_num_seqs + 1 steps.
+    """
+
+    def __init__(self, config: SchedulerConfig, counters: NDArray[np.int64] | None = None) -> None:
+        """Allocate all state; `counters`, by Counter, are added to and may outlive the scheduler."""
         # With more, a resumed row could need an unknown token that last_token no longer holds.
-        assert num_batches in (1, 2), f"num_batches is {num_batches}"
+        assert config.num_batches in (1, 2), f"num_batches is {config.num_batches}"
+        self.config = config
+        self.counters = create_counters() if counters is None else counters
         try:
-            self.block_manager = BlockManager(
-                num_blocks=num_blocks,
-                block_size=block_size,
-                num_rows=max_num_seqs,
-                max_model_len=max_model_len,
-            )
-            self._rows = create_rows(max_num_seqs, max_model_len)
-            self._sampling = create_sampling_rows(max_num_seqs)
+            self.block_manager = BlockManager(config, self.counters)
+            self._table = RowTable(config.max_num_seqs, config.max_model_len)
         except MemoryError as error:
             raise ValueError(
-                f"no memory for the tables of max_num_seqs={max_num_seqs} sequences of up to {max_model_len} "
-                f"tokens ({error}); lower max_num_seqs or max_model_len"
+                f"no memory for the tables of max_num_seqs={config.max_num_seqs} sequences of up to "
+                f"{config.max_model_len} tokens ({error}); lower max_num_seqs or max_model_len"
             ) from None
-        self.max_model_len = max_model_len
-        self.max_num_batched_tokens = max_num_batched_tokens
-        self.num_preemptions = 0
-        self._free_rows = list(range(max_num_seqs - 1, -1, -1))
-        self._by_row: NDArray[np.object_] = np.full(max_num_seqs, None, np.object_)
-        self._waiting: OrderedDict[Sequence, None] = OrderedDict()  # the preempted first, then by arrival
-        self._num_admitted = 0
+        num_slots = config.num_blocks * config.block_size
+        self._budget = min(config.max_num_batched_tokens, num_slots)  # no more are planned for by the worker
+        self._costs = _costs(config)
+        self._queue = GroupQueue()
+        self._salts = SaltIds()
+        self._num_arrived = 0
         self._step = 0
         self._last_admission = 0
+        self._preempted: set[SequenceGroup] = set()  # in the step being planned
         self._in_flight: deque[Batch] = deque()
-        num_tokens = min(max_num_batched_tokens, num_blocks * block_size)  # each has a slot of its own
-        table_width = self.block_manager.blocks_for(max_model_len)
-        largest = bucket_for(num_tokens, min(max_num_seqs, num_tokens), table_width)
-        self._buffers = deque(BatchBuffer(largest) for _ in range(num_batches))
+        table_width = self.block_manager.blocks_for(config.max_model_len)
+        self._found = np.empty(table_width, np.int32)
+        self._swapped = np.empty(config.max_num_seqs, np.bool_)
+        largest = bucket_for(self._budget, min(config.max_num_seqs, self._budget), table_width)
+        self._buffers = deque(BatchBuffer(largest) for _ in range(config.num_batches))
 
     @property
     def num_waiting(self) -> int:
-        """Return how many sequences wait, the preempted ones included."""
-        return len(self._waiting)
+        """Return how many groups wait, the preempted and swapped ones included."""
+        return len(self._queue)
 
     @property
     def num_running(self) -> int:
-        """Return how many sequences hold blocks."""
-        return int(self._rows.num_running[0])
+        """Return how many sequences run."""
+        return int(self._table.rows.num_running[0])
+
+    @property
+    def num_free_blocks(self) -> int:
+        """Return how many KV blocks nobody holds, those with cached prefixes included."""
+        return self.block_manager.num_free
 
     @property
     def num_used_blocks(self) -> int:
-        """Return how many KV blocks are held."""
+        """Return how many KV blocks are held, shared ones counted once."""
         return self.block_manager.total - self.block_manager.num_free
 
     @property
-    def num_cached_tokens(self) -> int:
-        """Return how many tokens the blocks in use hold once the submitted steps are done."""
-        return int(self._rows.num_computed_tokens[self._rows.running[: self.num_running]].sum())
+    def num_stored_tokens(self) -> int:
+        """Return how many slots of the blocks in use hold a token once the submitted steps are done."""
+        rows, running = self._table.rows, self._table.rows.running[: self.num_running]
+        return self.block_manager.count_tokens(running, rows.num_computed_tokens[running])
 
     def has_unfinished(self) -> bool:
-        """Return whether any sequence waits or runs."""
-        return bool(self._waiting) or self.num_running > 0
+        """Return whether any group waits or runs."""
+        return len(self._queue) > 0 or self.num_running > 0
 
-    def add(self, seq: Sequence) -> None:
-        """Queue a new sequence behind all others; ValueError if it could never run."""
-        assert seq.status is SequenceStatus.WAITING, f"{seq.request_id} is {seq.status.name}"
-        num_prompt = len(seq.prompt_token_ids)
+    # What comes and goes.
+
+    def check(self, group: SequenceGroup) -> None:
+        """Raise ValueError, naming the field, if the group could never run; any thread may ask."""
+        config = self.config
+        num_prompt, most = len(group.prompt_token_ids), group.max_total_tokens
         if num_prompt == 0:
             raise ValueError("the prompt has no tokens; give at least one")
-        if seq.max_total_tokens > self.max_model_len:
+        if most > config.max_model_len:
             raise ValueError(
-                f"{seq.max_total_tokens} tokens of prompt and output are asked for but max_model_len is "
-                f"{self.max_model_len}; shorten the prompt, lower max_tokens or raise max_model_len"
+                f"{most} tokens of prompt and output are asked for but max_model_len is "
+                f"{config.max_model_len}; shorten the prompt, lower max_tokens or raise max_model_len"
             )
-        if num_prompt >= seq.max_total_tokens:
+        if num_prompt >= most:
             raise ValueError(
-                f"the prompt has {num_prompt} tokens but prompt and output may have {seq.max_total_tokens}; "
+                f"the prompt has {num_prompt} tokens but prompt and output may have {most}; "
                 "shorten the prompt"
             )
-        self._waiting[seq] = None
+        if config.policy == "fcfs" and group.priority != 0:
+            raise ValueError(
+                f"priority is {group.priority} but scheduling_policy is 'fcfs'; leave priority out, or start "
+                "the engine with scheduling_policy='priority'"
+            )
+        name, n = "beam_width" if group.is_beam else "n", group.num_sequences
+        if n > config.max_num_seqs:
+            raise ValueError(
+                f"{name} is {n} but max_num_seqs is {config.max_num_seqs}; lower {name} or raise max_num_seqs"
+            )
+        needed = self.block_manager.most_blocks(num_prompt, most, n)
+        if needed > config.num_blocks:
+            raise ValueError(
+                f"{name} is {n}: so many sequences of up to {most} tokens, {num_prompt} in common, may "
+                f"take {needed} KV blocks but there are {config.num_blocks}; lower {name} or max_tokens, or "
+                "give the cache more memory"
+            )
+
+    def add(self, group: SequenceGroup) -> None:
+        """Queue a new group; ValueError as from `check`."""
+        assert group.status is SequenceStatus.WAITING, f"{group.request_id} is {group.status.name}"
+        self.check(group)
+        group.arrival = self._num_arrived
+        self._num_arrived += 1
+        self._queue.push(group)
+
+    def finish(self, seq: Sequence, reason: FinishReason) -> None:
+        """End a sequence in any state, free its row and blocks; one that has finished stays as it is."""
+        if seq.finish_reason is not None:
+            return
+        if seq.row >= 0:
+            rows, group = self._table.rows, self._table.of_group(seq.group)
+            if rows.is_pending[group].any() and not rows.is_pending[seq.row]:
+                self._restart(seq.group)  # the others wait for the prompt that it was computing
+        if seq.row >= 0:
+            free_everywhere(self._table.rows, self.block_manager.pools, np.array([seq.row], np.int32))
+        self._end(seq, reason)
+
+    def finish_group(self, group: SequenceGroup, reason: FinishReason) -> None:
+        """End all sequences of a group that have not ended."""
+        loaded = self._table.of_group(group)
+        if loaded.size and loaded[0] >= 0:
+            free_everywhere(self._table.rows, self.block_manager.pools, loaded)
+        for seq in group.unfinished:
+            self._end(seq, reason)
+
+    def continue_beams(self, group: SequenceGroup, parents: Items[int], token_ids: Items[int]) -> None:
+        """Let beam i be what beam parents[i] was and then token_ids[i]; others take no part from then on.
+
+        What steps in flight bring back for the group is discarded.
+        """
+        assert group.is_beam, f"{group.request_id} is no beam search"
+        assert 0 < len(parents) == len(token_ids) <= group.num_sequences, f"{parents} and {token_ids}"
+        if group.sequences[0].row < 0:
+            known = [seq.token_ids for seq in group.sequences]
+            for seq, parent, token_id in zip(group.sequences, parents, token_ids, strict=False):
+                seq.token_ids = np.append(known[parent], np.int32(token_id))
+            for seq in group.sequences[len(parents) :]:
+                seq.token_ids = known[0][:0]
+            return
+        beams = self._table.of_group(group)
+        chosen = np.array(token_ids, np.int32)
+        rows = self._table.rows
+        assert not rows.is_pending[beams].any(), "a beam has not come to its token yet"
+        reorder_beams(rows, self.block_manager.pools, beams, np.array(parents, np.int32))
+        append_choices(rows, beams[: chosen.size], chosen)
+        self._table.renew_serial(beams)
+
+    def reset_prefix_cache(self) -> None:
+        """Find nothing again that is cached, or in use, by now; blocks in use stay with who holds them."""
+        self.block_manager.reset_prefix_cache()
+        self._table.rows.num_registered[self._table.rows.serial != NO_SERIAL] = NEVER
+
+    # A step.
 
     def schedule(self) -> Batch | None:
         """Plan and pack the next step; None if nothing can run before a step in flight comes back."""
         assert len(self._in_flight) < len(self._buffers), "update() the oldest batch in flight first"
-        # 1 running: decodes, then prefill chunks; whoever finds no free block preempts the newest.
-        planned, num_preempted = self._plan_running()
-        # 2 swapped: none, preempted rows are recomputed; they wait at the head of the queue.
-        # 3 waiting: first come, first served, while rows, blocks and budget last.
-        if num_preempted == 0:
-            planned += self._admit(self.max_num_batched_tokens - planned)
+        self._preempted.clear()
+        self._make_way()
+        # 1 running: decodes, then prefill chunks; who finds no block preempts the last group.
+        planned = self._plan_running()
+        # 2 swapped and 3 waiting: one queue by priority and arrival, so the swapped return before new ones.
+        planned += self._admit(self._budget - planned)
         # 4 pack.
         return self._pack() if planned else None
 
@@ -135,154 +244,199 @@ class Scheduler:
         assert oldest is batch, "batches come back in the order they went"
         num_appended = np.empty(batch.num_seqs, np.int32)
         reasons = np.empty(batch.num_seqs, np.int8)
-        sequences: list[Sequence | None] = self._by_row[batch.rows].tolist()
-        step = StepRows(batch.rows, batch.serials, batch.flags, output.token_ids, output.num_tokens)
-        apply_output(self._rows, self.block_manager.blocks, step, num_appended, reasons)
+        sequences: list[Sequence | None] = self._table.by_row[batch.rows].tolist()
+        step = StepRows(
+            batch.rows, batch.serials, batch.flags, batch.seq_lens, output.token_ids, output.num_tokens
+        )
+        blocks, window = self.block_manager.blocks, self.config.sliding_window
+        apply_output(self._table.rows, blocks, step, window, (num_appended, reasons))
         for i in np.flatnonzero(num_appended < 0).tolist():
             sequences[i] = None
         for i in np.flatnonzero(reasons != NOT_FINISHED).tolist():
             seq = sequences[i]
             assert seq is not None
-            self._forget(seq, FinishReason(int(reasons[i])))
+            self._end(seq, FinishReason(int(reasons[i])))
         return Update(sequences, np.maximum(num_appended, 0), reasons)
 
-    def finish(self, seq: Sequence, reason: FinishReason) -> None:
-        """End a sequence in any state, free its row and blocks; one that has finished stays as it is."""
-        if seq.status is SequenceStatus.FINISHED:
-            return
-        if seq.row >= 0:
-            release(self._rows, self.block_manager.blocks, seq.row)
-            compact(self._rows)
-        self._forget(seq, reason)
-
-    def warm_up(self) -> None:
-        """Plan, pack and take back one made-up step, so that no request waits for the compiler.
-
-        Only for a scheduler that has had no sequence yet; it is as new afterwards.
-        """
-        seq = Sequence(
-            request_id="warm-up",
-            prompt_token_ids=np.zeros(1, np.int32),
-            params=SamplingParams(),
-            max_total_tokens=2,
-            stop_token_ids=(),
-        )
-        self.add(seq)
-        batch = self.schedule()
-        assert batch is not None, "nothing else runs"
-        self.update(batch, StepOutput(np.zeros((1, 1), np.int32), np.ones(1, np.int32)))
-
-    def _forget(self, seq: Sequence, reason: FinishReason) -> None:
-        """Drop a sequence whose row, if it has one, is released."""
-        self._waiting.pop(seq, None)
-        if seq.row >= 0:
-            self._by_row[seq.row] = None
-            self._free_rows.append(seq.row)
-            seq.row = -1
-        seq.status = SequenceStatus.FINISHED
+    def _end(self, seq: Sequence, reason: FinishReason) -> None:
+        """Note that a sequence has ended, whose blocks are free."""
         seq.finish_reason = reason
+        if seq.row >= 0:
+            self._table.drop(seq)
+        if not seq.group.unfinished:
+            seq.group.status = SequenceStatus.FINISHED
+            self._queue.remove(seq.group)
 
-    def _plan_running(self) -> tuple[int, int]:
-        """Plan the running rows and queue the preempted ones; return (tokens planned, rows preempted)."""
-        rows, budget = self._rows, self.max_num_batched_tokens
-        total_preempted = 0
+    def _restart(self, group: SequenceGroup) -> None:
+        """Take a group's rows and blocks away; it computes again what it knows when it has its turn."""
+        free_everywhere(self._table.rows, self.block_manager.pools, self._table.of_group(group))
+        self._table.unload(group)
+        if group.status is SequenceStatus.RUNNING:
+            self._queue.push(group)
+        group.status = SequenceStatus.PREEMPTED
+
+    def _make_way(self) -> None:
+        """Preempt groups of lower priority than the head of the queue until it can enter, if it then can."""
+        head = self._queue.head()
+        lower = self._lower_rows(head)
+        if head is None or lower.size == 0:
+            return
+        fit = self._fit(head)
+        lower_groups = [group for group in self._queue if group.priority > head.priority]
+        swapped = [group for group in lower_groups if group.status is SequenceStatus.SWAPPED]
+        table, manager = self._table, self.block_manager
+        num_rows = len(table.free) + lower.size + sum(len(group.unfinished) for group in swapped)
+        if fit.num_rows > num_rows or fit.num_blocks > obtainable_blocks(manager.blocks, lower):
+            return
+        while lower.size:
+            lacks_rows = fit.num_rows > len(table.free)
+            kept = manager.watermark + self.num_running  # those that run may each take one in this step
+            if not lacks_rows and fit.num_blocks + kept <= manager.num_free:
+                return
+            costs = Costs(inf, 1.0) if lacks_rows else self._costs  # who is swapped keeps its rows
+            self._requeue([preempt_last(table.rows, manager.pools, costs)])
+            lower = self._lower_rows(head)
+        while fit.num_rows > len(table.free):
+            self._restart(swapped.pop())
+
+    def _lower_rows(self, head: SequenceGroup | None) -> NDArray[np.int32]:
+        """Return the running rows of lower priority than the head."""
+        rows = self._table.rows
+        running = rows.running[: self.num_running]
+        if head is None or self.config.policy == "fcfs":
+            return running[:0]
+        return running[np.searchsorted(rows.priority[running], head.priority, side="right") :]
+
+    def _plan_running(self) -> int:
+        """Plan the running rows, queue the groups preempted for it; return the tokens planned."""
         while True:
-            head = next(iter(self._waiting), None)
-            num_head = self._admissible_tokens(head) if head else 0
-            turns = self._turns() if self.num_running >= budget else _NO_TURNS
-            planned, num_preempted = plan_running(rows, self.block_manager.blocks, turns, budget, num_head)
-            self._queue_preempted(num_preempted)
-            total_preempted += num_preempted
+            head = _NO_HEAD
+            group = self._queue.head()
+            is_scarce = self.num_running >= self._budget
+            if group is not None and (is_scarce or self.config.policy == "priority"):
+                head = Head(self._admissible_tokens(group), group.priority)
+            limits = (self._budget, head, self._costs)
+            turns = self._turns(head) if is_scarce else _NO_TURNS
+            rows, pools, swapped = self._table.rows, self.block_manager.pools, self._swapped
+            planned, num_preempted = plan_running(rows, pools, turns, limits, swapped)
+            self._requeue(swapped[:num_preempted].tolist())
             # All whose turn it was have been preempted: the turn goes to the others.
             if planned or not num_preempted:
-                return planned, total_preempted
+                return planned
 
-    def _turns(self) -> NDArray[np.int64]:
+    def _turns(self, head: Head) -> NDArray[np.int64]:
         """Order the places of `running` and, as num_running, the queue: least recently scheduled first."""
-        running = self._rows.running[: self.num_running]
-        last_turns = np.append(self._rows.last_scheduled[running], self._last_admission)
-        return last_turns.argsort(kind="stable")
+        rows = self._table.rows
+        running = rows.running[: self.num_running]
+        last_turns = np.append(rows.last_scheduled[running], self._last_admission)
+        return np.lexsort((last_turns, np.append(rows.priority[running], head.priority)))
 
-    def _admissible_tokens(self, seq: Sequence) -> int:
-        """Return how many tokens a waiting sequence would compute, 0 if it cannot enter now."""
-        if seq.row < 0:
-            total = len(seq.prompt_token_ids) if self._free_rows else 0
-        else:
-            total = int(self._rows.num_tokens[seq.row] + self._rows.num_in_flight[seq.row])
-        # Alone it may have the whole pool, which holds max_model_len tokens.
-        fits = self.block_manager.can_allocate(total, keep_watermark=self.num_running > 0)
-        return total if fits else 0
+    def _requeue(self, swapped: list[bool]) -> None:
+        """Queue the groups that were taken out of `running`, the last one first."""
+        rows = self._table.rows
+        end = self.num_running
+        groups: list[SequenceGroup] = []
+        for is_swapped in reversed(swapped):  # the one preempted last stands first
+            group = self._table.by_row[rows.running[end]].group
+            end += len(group.unfinished)
+            group.status = SequenceStatus.SWAPPED if is_swapped else SequenceStatus.PREEMPTED
+            groups.append(group)
+        for group in groups:
+            if group.status is SequenceStatus.PREEMPTED:
+                self._table.unload(group)
+            group.num_preemptions += 1
+            self._queue.push(group)
+            self._preempted.add(group)
+
+    def _fit(self, group: SequenceGroup) -> _Fit:
+        """Return what a waiting group needs."""
+        manager, window = self.block_manager, self.config.sliding_window
+        if group.status is SequenceStatus.SWAPPED:
+            rows = self._table.of_group(group)
+            num_tokens, num_blocks = measure_swapped(self._table.rows, manager.pools, rows)
+            return _Fit(0, num_blocks, num_tokens, _NOT_CACHED, 0)
+        first, *others = group.unfinished
+        found = _NOT_CACHED
+        if group.params.prompt_logprobs is None:
+            salt = self._salts.number(group.cache_salts)
+            found = self._found[: lookup_prefix(manager.blocks.cache, first.token_ids, salt, self._found)]
+        num_tokens, num_blocks, held = measure_prompt(manager.blocks, len(first.token_ids), found, window)
+        shared = len(group.prompt_token_ids) // manager.block_size
+        for seq in others:
+            num_blocks += max(0, manager.blocks_for(len(seq.token_ids)) - shared)
+        return _Fit(len(others) + 1, num_blocks, num_tokens, found, held)
+
+    def _can_enter(self, fit: _Fit) -> bool:
+        # Alone a group may have the whole pool, which `check` has seen to hold it.
+        kept = self.block_manager.watermark if self.num_running > 0 else 0
+        has_blocks = fit.num_blocks + kept <= self.block_manager.num_free
+        return has_blocks and fit.num_rows <= len(self._table.free) and fit.num_tokens > 0
+
+    def _admissible_tokens(self, group: SequenceGroup) -> int:
+        """Return how many tokens a waiting group would compute, 0 if it cannot enter now."""
+        fit = self._fit(group)
+        return fit.num_tokens if self._can_enter(fit) else 0
 
     def _admit(self, budget: int) -> int:
-        """Start waiting sequences in order until one does not fit; return the tokens planned for them."""
+        """Let waiting groups enter in order until one cannot; return the tokens planned for them."""
         left = budget
-        while left and self._waiting:
-            seq = next(iter(self._waiting))
-            total = self._admissible_tokens(seq)
-            if total == 0:
+        while left:
+            group = self._queue.head()
+            if group is None or group in self._preempted:
                 break
-            del self._waiting[seq]
-            if seq.row < 0:
-                seq.row = self._free_rows.pop()
-                self._by_row[seq.row] = seq
-                self._num_admitted += 1
-                self._rows = load_row(self._rows, seq.row, seq, self._num_admitted)
-                self._sampling = load_sampling_row(self._sampling, seq.row, seq)
-            self.block_manager.allocate(seq.row, total)
-            seq.status = SequenceStatus.RUNNING
-            rows = self._rows
-            rows.reset[seq.row] = True
-            rows.num_new[seq.row] = min(total, left)
-            rows.running[rows.num_running[0]] = seq.row
-            rows.num_running[0] += 1
-            left -= min(total, left)
+            if group.status is not SequenceStatus.SWAPPED and len(group.unfinished) > len(self._table.free):
+                break
+            fit = self._fit(group)
+            if not self._can_enter(fit):
+                break
+            self._queue.remove(group)
+            left -= self._enter(group, fit, left)
             self._last_admission = self._step + 1
         return budget - left
 
-    def _queue_preempted(self, num_preempted: int) -> None:
-        """Put the rows that plan_running left behind `running` at the front of the queue, oldest first."""
-        first = self.num_running
-        for row in self._rows.running[first : first + num_preempted][::-1].tolist():
-            seq: Sequence = self._by_row[row]
-            seq.status = SequenceStatus.PREEMPTED
-            seq.num_preemptions += 1
-            self._waiting[seq] = None
-            self._waiting.move_to_end(seq, last=False)
-        self.num_preemptions += num_preempted
+    def _enter(self, group: SequenceGroup, fit: _Fit, budget: int) -> int:
+        """Let a group run that can; return the tokens planned for it."""
+        table, pools = self._table, self.block_manager.pools
+        if group.status is SequenceStatus.SWAPPED:
+            rows = table.of_group(group)
+            swap_in(pools, rows)
+        else:
+            rows = table.load(group, self._salts.number(group.cache_salts))
+            start_prompt(table.rows, pools.device, int(rows[0]), fit.found, fit.first)
+            if group.status is SequenceStatus.WAITING and group.params.prompt_logprobs is None:
+                group.num_cached_tokens = len(group.prompt_token_ids) - fit.num_tokens
+                self.counters[Counter.PREFIX_QUERIED_TOKENS] += len(group.prompt_token_ids)
+                self.counters[Counter.PREFIX_HIT_TOKENS] += group.num_cached_tokens
+        group.status = SequenceStatus.RUNNING
+        return enter(table.rows, pools, rows, budget)
 
     def _pack(self) -> Batch:
         """Pack the plan into the buffer whose turn it is and count it as in flight."""
         self._step += 1
-        rows, sampling, blocks = self._rows, self._sampling, self.block_manager.blocks
-        num_tokens, num_seqs, table_width, num_tail = measure(rows, sampling, blocks)
+        rows, sampling, pools = self._table.rows, self._table.sampling, self.block_manager.pools
+        num_tokens, num_seqs, table_width, num_tail = measure(rows, sampling, pools.device, pools.moves)
         buffer = self._buffers[0]
         self._buffers.rotate(-1)
         bucket = bucket_for(num_tokens, num_seqs, table_width)
         arrays = buffer.views(bucket, num_tail)
-        pack_batch(rows, sampling, blocks, arrays, buffer.serials)
-        advance(rows, self._step)
+        pack_batch(rows, sampling, pools.device, pools.moves, Packed(arrays, buffer.serials))
+        advance(rows, pools.device, self._step)
         batch = Batch(buffer.words, bucket, buffer.serials[:num_seqs], arrays=arrays)
         self._in_flight.append(batch)
         return batch
 
     def check_invariants(self) -> None:
-        """Assert that blocks, rows, queue and the order of arrival agree."""
+        """Assert that blocks, rows, queue and the order of those that run agree."""
         self.block_manager.check_invariants()
-        rows, blocks = self._rows, self.block_manager.blocks
-        running = rows.running[: self.num_running]
-        preempted = np.array([seq.row for seq in self._waiting if seq.row >= 0], np.int64)
-        free = np.array(self._free_rows, np.int64)
-        in_use = np.concatenate([running, preempted])
-        everything = np.sort(np.concatenate([in_use, free]))
-        assert np.array_equal(everything, np.arange(rows.serial.size)), "a row is lost or in two places"
-        assert (np.diff(rows.serial[in_use]) > 0).all(), "running, then preempted rows are not by arrival"
-        assert (rows.serial[free] == NO_SERIAL).all(), "a free row has a serial"
-        assert not blocks.num_blocks[preempted].any(), "a preempted row holds blocks"
-        assert not blocks.num_blocks[free].any(), "a free row holds blocks"
-        assert not rows.num_computed_tokens[preempted].any(), "a preempted row has computed tokens"
-        slots = blocks.num_blocks[running] * self.block_manager.block_size
-        assert (rows.num_computed_tokens[running] <= slots).all(), "a row has computed past its blocks"
-        total = rows.num_tokens[in_use] + rows.num_in_flight[in_use]
-        assert (total <= rows.max_total_tokens[in_use]).all(), "a row samples past max_total_tokens"
-        assert (rows.num_in_flight[in_use] <= len(self._in_flight)).all(), "more in flight than steps"
-        assert all((self._by_row[seq.row] is seq) for seq in self._waiting if seq.row >= 0)
+        check_rows(self._table, self.block_manager, len(self._in_flight))
+        check_groups(self._table, self._queue)
+
+
+def _costs(config: SchedulerConfig) -> Costs:
+    """Return what preempting costs by the configuration's mode and model."""
+    if config.preemption_mode == "recompute":
+        return Costs(swap=inf, recompute=1.0)
+    if config.preemption_mode == "swap":
+        return Costs(swap=0.0, recompute=1.0)
+    seconds = 2 * config.block_bytes / config.swap_bandwidth
+    return Costs(swap=seconds, recompute=1 / config.prefill_rate)

@@ -1,0 +1,115 @@
+"""How a group enters: what it needs, the blocks it finds or gets, its place among those that run; njit."""
+
+import numpy as np
+from numpy.typing import NDArray
+
+from cupaged.jit import njit
+from cupaged.scheduler.allocator import (
+    HOLE,
+    Blocks,
+    count_blocks,
+    count_released,
+    grow_table,
+    hold_block,
+    move_tables,
+    num_available,
+)
+from cupaged.scheduler.counters import Counter
+from cupaged.scheduler.plan import SWAP_IN, Pools, blocks_wanted, num_remaining, take_blocks
+from cupaged.scheduler.progress import count_recomputed
+from cupaged.scheduler.state import Rows
+
+SWAPPED_IN_BLOCKS = int(Counter.SWAPPED_IN_BLOCKS)
+
+
+@njit
+def measure_prompt(
+    blocks: Blocks, num_tokens: int, found: NDArray[np.int32], sliding_window: int
+) -> tuple[int, int, int]:
+    """Return (tokens, blocks, first) of a row that knows `num_tokens` and finds cached blocks.
+
+    It computes `tokens`, of all cached the last one, takes `blocks` from those available, the found ones that
+    nobody holds included, and holds found[first:]: those before have left the window.
+    """
+    size = blocks.block_size
+    computed = min(found.size * size, num_tokens - 1)
+    first = max(0, computed - sliding_window + 1) // size if sliding_window > 0 else 0
+    taken = (num_tokens + size - 1) // size - found.size
+    for i in range(first, found.size):
+        taken += blocks.ref_count[found[i]] == 0
+    return int(num_tokens - computed), int(taken), int(first)
+
+
+@njit
+def start_prompt(rows: Rows, blocks: Blocks, row: int, found: NDArray[np.int32], first: int) -> None:
+    """Give a new row found[first:] and blocks for all tokens that it knows; those must be available."""
+    size = blocks.block_size
+    num_tokens, num_found = rows.num_tokens[row], found.size
+    blocks.block_tables[row, :first] = HOLE
+    for i in range(first, num_found):
+        hold_block(blocks, found[i])
+        blocks.block_tables[row, i] = found[i]
+    blocks.first_block[row], blocks.num_blocks[row] = first, num_found
+    rows.num_stored_tokens[row] = num_found * size
+    rows.num_computed_tokens[row] = min(num_found * size, num_tokens - 1)
+    if num_found > 0:
+        last = found[num_found - 1]
+        rows.num_registered[row] = num_found
+        rows.chain_hash[row] = blocks.cache.hashes[last]
+        rows.chain_serial[row] = blocks.cache.serials[last]
+    count_recomputed(rows, blocks, row)
+    grow_table(blocks, row, (num_tokens + size - 1) // size)
+
+
+@njit
+def obtainable_blocks(blocks: Blocks, rows: NDArray[np.int32]) -> int:
+    """Return how many blocks would be available if these rows gave theirs back."""
+    return num_available(blocks) + count_released(blocks, rows)
+
+
+@njit
+def measure_swapped(rows: Rows, pools: Pools, group: NDArray[np.int32]) -> tuple[int, int]:
+    """Return (tokens, blocks) that a swapped group would compute and need, back on the device."""
+    host = pools.host
+    num_tokens, num_blocks = 0, count_blocks(host, group)
+    for row in group:
+        rows.num_new[row] = num_remaining(rows, row)
+        num_tokens += rows.num_new[row]
+        num_blocks += blocks_wanted(rows, host, row)
+        rows.num_new[row] = 0
+    return int(num_tokens), num_blocks
+
+
+@njit
+def swap_in(pools: Pools, group: NDArray[np.int32]) -> None:
+    """Bring a swapped group's blocks back, for which there must be room."""
+    moves = pools.moves
+    count = move_tables(pools.host, pools.device, group, moves.swap_in[moves.num[SWAP_IN] :])
+    moves.num[SWAP_IN] += count
+    pools.device.counters[SWAPPED_IN_BLOCKS] += count
+
+
+@njit
+def enter(rows: Rows, pools: Pools, group: NDArray[np.int32], budget: int) -> int:
+    """Let a group run, where its priority and arrival say, and plan it; return the tokens planned.
+
+    Its blocks must be available.
+    """
+    running, priority, arrival = rows.running, rows.priority, rows.arrival
+    place = rows.num_running[0]
+    row = group[0]
+    while place > 0:
+        other = running[place - 1]
+        if (priority[other], arrival[other]) < (priority[row], arrival[row]):
+            break
+        running[place + group.size - 1] = other
+        place -= 1
+    running[place : place + group.size] = group
+    rows.num_running[0] += group.size
+    left = budget
+    for row in group:
+        rows.reset[row] = True
+        rows.num_new[row] = min(left, num_remaining(rows, row))
+        left -= rows.num_new[row]
+        take_blocks(rows, pools, row)
+    return budget - left

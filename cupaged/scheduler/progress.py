@@ -1,0 +1,232 @@
+"""What a submitted step and one that has come back change: njit over Rows and Blocks."""
+
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from cupaged.batch import Flag
+from cupaged.jit import njit, njit_inner
+from cupaged.scheduler.allocator import HOLE, Blocks, free_before, free_table, reorder_tables, share_table
+from cupaged.scheduler.counters import Counter
+from cupaged.scheduler.plan import SWAP_OUT, Pools
+from cupaged.scheduler.prefix_cache import chain_hash, register_block
+from cupaged.scheduler.state import NEVER, NO_SERIAL, Rows
+from cupaged.sequence import NOT_FINISHED, FinishReason
+
+SAMPLES = int(Flag.SAMPLES)
+STOP = int(FinishReason.STOP)
+LENGTH = int(FinishReason.LENGTH)
+FORKS = int(Counter.FORKS)
+RECOMPUTED_TOKENS = int(Counter.RECOMPUTED_TOKENS)
+
+
+@njit_inner
+def count_recomputed(rows: Rows, blocks: Blocks, row: int) -> None:
+    """Count what the row computes once more, now that it begins at num_computed_tokens."""
+    again = rows.num_lost_tokens[row] - rows.num_computed_tokens[row]
+    blocks.counters[RECOMPUTED_TOKENS] += max(0, again)
+    rows.num_lost_tokens[row] = 0
+
+
+@njit_inner
+def fork(rows: Rows, blocks: Blocks, source: int, target: int) -> None:
+    """Let the pending row `target` go on from the prompt that row `source` has computed.
+
+    If the prompt is all that it knows, it computes the last token again, for a sample of its own.
+    """
+    prompt = rows.num_prompt_tokens[target]
+    share_table(blocks, source, target, (prompt + blocks.block_size - 1) // blocks.block_size)
+    rows.num_stored_tokens[target] = prompt
+    rows.num_computed_tokens[target] = min(prompt, rows.num_tokens[target] - 1)
+    rows.is_pending[target] = False
+    count_recomputed(rows, blocks, target)
+    blocks.counters[FORKS] += 1
+
+
+@njit
+def advance(rows: Rows, blocks: Blocks, step: int) -> None:
+    """Count the planned step as submitted: tokens computed, samples in flight; fork who waits for it."""
+    num_new, computed, serial = rows.num_new, rows.num_computed_tokens, rows.serial
+    num_tokens, in_flight, pending = rows.num_tokens, rows.num_in_flight, rows.is_pending
+    running, num_running = rows.running, rows.num_running[0]
+    for i in range(num_running):
+        row = running[i]
+        if num_new[row] == 0:
+            continue
+        computed[row] += num_new[row]
+        in_flight[row] += computed[row] == num_tokens[row] + in_flight[row]
+        rows.last_scheduled[row] = step
+        rows.reset[row] = False
+        num_new[row] = 0
+        j = i + 1
+        while j < num_running and pending[running[j]] and serial[running[j]] == serial[row]:
+            if computed[row] >= rows.num_prompt_tokens[row]:
+                fork(rows, blocks, row, running[j])
+                rows.last_scheduled[running[j]] = step
+            j += 1
+
+
+@njit_inner
+def release(rows: Rows, blocks: Blocks, row: int) -> None:
+    """Take blocks and serial from a row; `compact` then takes it out of those that run."""
+    free_table(blocks, row)
+    rows.serial[row] = NO_SERIAL
+
+
+@njit_inner
+def compact(rows: Rows) -> None:
+    """Close the gaps that released rows leave in `running`."""
+    kept = 0
+    for i in range(rows.num_running[0]):
+        row = rows.running[i]
+        if rows.serial[row] != NO_SERIAL:
+            rows.running[kept] = row
+            kept += 1
+    rows.num_running[0] = kept
+
+
+@njit
+def free_everywhere(rows: Rows, pools: Pools, given_up: NDArray[np.int32]) -> None:
+    """Take blocks and serials from rows, wherever their blocks lie."""
+    for row in given_up:
+        free_table(pools.host, row)
+        release(rows, pools.device, row)
+    compact(rows)
+    # What is about to be swapped out for nobody stays: its place may go to another before that is done.
+    pairs, num, kept = pools.moves.swap_out, pools.moves.num, 0
+    for i in range(num[SWAP_OUT]):
+        if pools.host.ref_count[pairs[i, 1]] > 0:
+            pairs[kept] = pairs[i]
+            kept += 1
+    num[SWAP_OUT] = kept
+
+
+@njit_inner
+def register(rows: Rows, blocks: Blocks, row: int, num_written: int) -> None:
+    """Tell the prefix cache of the row's full blocks among its first `num_written` tokens."""
+    cache, size = blocks.cache, blocks.block_size
+    end = min(num_written // size, blocks.num_blocks[row])
+    while rows.num_registered[row] < end:
+        n = rows.num_registered[row]
+        block = blocks.block_tables[row, n]
+        if block == HOLE:  # it left the window unregistered: what follows it could never be found
+            rows.num_registered[row] = NEVER
+            return
+        tokens = rows.tokens[row, n * size : (n + 1) * size]
+        value = chain_hash(cache, rows.chain_hash[row], tokens)
+        parent, salt = rows.chain_serial[row], rows.salt[row]
+        rows.chain_serial[row] = register_block(cache, block, value, parent, salt, tokens)
+        rows.chain_hash[row] = value
+        rows.num_registered[row] = n + 1
+
+
+@njit_inner
+def is_stop(stop_token_ids: NDArray[np.int32], row: int, token_id: int) -> bool:
+    """Return whether the row ends with this token."""
+    i = 0
+    while stop_token_ids[row, i] >= 0:
+        if stop_token_ids[row, i] == token_id:
+            return True
+        i += 1
+    return False
+
+
+class StepRows(NamedTuple):
+    """A step that has come back: of the batch (rows, serials, flags, seq_lens) and of StepOutput."""
+
+    rows: NDArray[np.int32]  # [num_seqs]
+    serials: NDArray[np.int64]  # [num_seqs]
+    flags: NDArray[np.int32]  # [num_seqs]
+    seq_lens: NDArray[np.int32]  # [num_seqs]
+    token_ids: NDArray[np.int32]  # [num_seqs, k]
+    num_tokens: NDArray[np.int32]  # [num_seqs]
+
+
+@njit_inner
+def append(rows: Rows, row: int, sampled: NDArray[np.int32]) -> tuple[int, int]:
+    """Append sampled tokens until the row ends; return (how many, reason)."""
+    for j in range(sampled.size):
+        n = rows.num_tokens[row]
+        rows.tokens[row, n] = sampled[j]
+        rows.num_tokens[row] = n + 1
+        if is_stop(rows.stop_token_ids, row, sampled[j]):
+            return j + 1, STOP
+        if n + 1 >= rows.max_total_tokens[row]:
+            return j + 1, LENGTH
+    return sampled.size, NOT_FINISHED
+
+
+@njit
+def apply_output(
+    rows: Rows,
+    blocks: Blocks,
+    step: StepRows,
+    sliding_window: int,  # tokens, 0 = all
+    outcome: tuple[NDArray[np.int32], NDArray[np.int8]],
+) -> None:
+    """Append what the step sampled and release the rows that end; outcome = (num_appended, reasons).
+
+    num_appended becomes -1 where the row has meanwhile been given up: its result is nobody's.
+    """
+    num_appended, reasons = outcome
+    serial, in_flight, is_beam = rows.serial, rows.num_in_flight, rows.is_beam
+    asked = rows.prompt_logprobs_end
+    step_rows, serials, flags, seq_lens, sampled, num_sampled = step
+    caches = blocks.cache.slots.size > 0
+    ended = False
+    for i in range(step_rows.size):
+        row, written = step_rows[i], seq_lens[i]
+        num_appended[i], reasons[i] = 0, NOT_FINISHED
+        if serial[row] != serials[i]:
+            num_appended[i] = -1
+            continue
+        samples = (flags[i] & SAMPLES) != 0
+        assert samples == (num_sampled[i] > 0), "tokens from a sequence that did not sample, or none"
+        in_flight[row] -= samples
+        asked[row] = max(asked[row], written)
+        if samples and not is_beam[row]:
+            num_appended[i], reasons[i] = append(rows, row, sampled[i, : num_sampled[i]])
+        if caches:
+            register(rows, blocks, row, written)
+        if reasons[i] != NOT_FINISHED:
+            release(rows, blocks, row)
+            ended = True
+        elif sliding_window > 0:
+            # The next query is at `written` or later: it sees the tokens behind written - sliding_window.
+            free_before(blocks, row, max(0, written - sliding_window + 1) // blocks.block_size)
+    if ended:
+        compact(rows)
+
+
+@njit
+def reorder_beams(rows: Rows, pools: Pools, beams: NDArray[np.int32], parents: NDArray[np.int32]) -> None:
+    """Let the row beams[i] be what beams[parents[i]] was, and those behind the parents take no part."""
+    tokens = rows.tokens[beams, : rows.num_tokens[beams].max()]
+    reorder_tables(pools.device, beams, parents)
+    reorder_tables(pools.host, beams, parents)
+    columns = (
+        rows.num_tokens,
+        rows.num_computed_tokens,
+        rows.num_stored_tokens,
+        rows.num_registered,
+        rows.num_lost_tokens,
+    )
+    for column in columns:
+        column[beams[: parents.size]] = column[beams[parents]]
+        column[beams[parents.size :]] = 0
+    rows.chain_hash[beams[: parents.size]] = rows.chain_hash[beams[parents]]
+    rows.chain_serial[beams[: parents.size]] = rows.chain_serial[beams[parents]]
+    rows.num_in_flight[beams] = 0
+    for i in range(parents.size):
+        known = rows.num_tokens[beams[i]]
+        rows.tokens[beams[i], :known] = tokens[parents[i], :known]
+
+
+@njit
+def append_choices(rows: Rows, beams: NDArray[np.int32], token_ids: NDArray[np.int32]) -> None:
+    """Append the token that was chosen for each beam."""
+    for i in range(beams.size):
+        row = beams[i]
+        rows.tokens[row, rows.num_tokens[row]] = token_ids[i]
+        rows.num_tokens[row] += 1
