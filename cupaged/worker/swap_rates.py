@@ -3,6 +3,7 @@
 Measured at load, where somebody will ask and the user has not said it; a scheduler reads no clock.
 """
 
+import logging
 import time
 from collections.abc import Callable
 from typing import NamedTuple
@@ -12,6 +13,8 @@ import numpy as np
 from cupaged.batch import Batch, padding_batch
 from cupaged.config import EngineConfig
 from cupaged.worker.memory_plan import MemoryPlan
+
+logger = logging.getLogger("cupaged")
 
 SWAP_BYTES = 64 << 20  # at most, that are moved out and back to see how long it takes
 PREFILL_TOKENS = 512  # likewise, that are computed: weights are read, and paid for, once a step
@@ -39,15 +42,17 @@ def find_swap_rates(
     Both return when the device is done. Where there is nothing to weigh, a rate that nobody asks for is 1.
     """
     bandwidth, rate = config.swap_bandwidth, config.prefill_rate
-    is_asked_for = plan.num_host_blocks > 0 and config.preemption_mode == "auto"
-    if is_asked_for and bandwidth is None:
+    if not plan.num_host_blocks or config.preemption_mode != "auto":
+        return SwapRates(bandwidth or 1.0, rate or 1.0)
+    if bandwidth is None:
         most = max(1, SWAP_BYTES // plan.block_bytes)
         num_blocks = min(most, plan.num_blocks, plan.num_host_blocks)
         bandwidth = 2 * num_blocks * plan.block_bytes / _seconds(swap, num_blocks, clock)
-    if is_asked_for and rate is None:
+    if rate is None:
         num_tokens = min(PREFILL_TOKENS, plan.limits.num_tokens, plan.max_model_len)
         rate = num_tokens / _seconds(prefill, num_tokens, clock)
-    return SwapRates(bandwidth or 1.0, rate or 1.0)
+    logger.info("blocks are swapped at %.3g GB/s, computed anew at %.4g tokens/s", bandwidth / 1e9, rate)
+    return SwapRates(bandwidth, rate)
 
 
 def _seconds(work: Callable[[int], None], amount: int, clock: Callable[[], float]) -> float:
