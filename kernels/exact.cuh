@@ -7,6 +7,7 @@
 constexpr uint32_t KEY_OF_MINUS_INFINITY = 0x007fffffu, KEY_OF_INFINITY = 0xff800000u;
 constexpr uint32_t BANNED = 0xffffffffu;              // the bits of a NaN that no arithmetic makes
 constexpr float SMALLEST_EXPONENT = -28.0f;           // e^-28 is less than a unit of mass
+constexpr float GREEDY_TEMPERATURE = 1e-5f;           // below it a row takes the most likely token
 constexpr float LARGEST_TEMPERATURE = 8.5070592e37f;  // 2^126: its reciprocal is a normal number
 
 DEVICE float inverse(float temperature) { return __fdiv_rn(1.0f, fminf(temperature, LARGEST_TEMPERATURE)); }

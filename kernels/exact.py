@@ -14,6 +14,7 @@ from cupaged.kernels.bits import exp
 ONE = 2**40  # the mass of the most likely token; 2**22 of them add up to 2**62
 KEY_OF_MINUS_INFINITY = np.uint32(0x007FFFFF)
 KEY_OF_INFINITY = np.uint32(0xFF800000)
+GREEDY_TEMPERATURE = np.float32(1e-5)  # below it a row takes the most likely token, as in vLLM
 LARGEST_TEMPERATURE = np.float32(2.0**126)  # its reciprocal is a normal number
 
 _SMALLEST_EXPONENT = np.float32(-28.0)  # e**-28 is less than a unit of mass

@@ -1,8 +1,11 @@
-// logprobs.cu: log-probabilities of a chosen token and of the most likely ones of each row of raw logits.
+// logprobs.cu: log-probabilities of a chosen token and of the most likely ones of each row of raw logits, or of logits
+// divided by the sequence's temperature.
 //   logits           float32[num_rows, vocab_size], rows row_stride elements apart; NaN counts as minus infinity
 //   logit_seq        int32[num_rows], the sequence of each row
 //   logit_target     int32[num_rows], the token of column 0, -1 = the sampled one
 //   sampled          int32[num_seqs]
+//   flags            int32[num_seqs]; SCALED_LOGPROBS is for the rows in which the sequence samples
+//   temperature      float32[num_seqs]
 //   token_ids, logprobs  int32, float32[num_rows, 1 + num_top]; the top ones by logit, the lower id first among equals
 //   ranks            int32[num_rows], 1 + how many tokens have a greater logit than column 0
 //   -D               THREADS (a multiple of 32 from 64 to 1024), MAX_TOP (num_top is at most this)
@@ -12,7 +15,7 @@
 //
 // kernel logprobs
 //   grid       num_rows, block THREADS
-//   bytes      4 * vocab_size * sum(walks) + 3 * THREADS * num_rows
+//   bytes      4 * vocab_size * sum(walks) + 5 * THREADS * num_rows
 //   unique     4 * vocab_size * num_rows
 //   flops      vocab_size * (10 * sum(walks) + 50 * num_rows)
 //   registers  64
@@ -23,7 +26,27 @@
 #error "logprobs.cu needs -D MAX_TOP"
 #endif
 
-// What a walk over the row finds: log(sum(exp(z - z_max))) in units of 2^-32, and how many logits are above z_target.
+constexpr int SCALED_LOGPROBS = 8;  // a bit of a sequence's flags, as in batch.Flag
+
+// What the logits of a row are multiplied with: not 1 only where a flagged sequence samples.
+DEVICE float scale_of(int target, int flags, float temperature) {
+  const bool is_scaled = target < 0 && flags & SCALED_LOGPROBS && temperature >= GREEDY_TEMPERATURE;
+  return is_scaled ? inverse(temperature) : 1.0f;
+}
+
+// What is left in shared memory for when the top tokens are found: registers are for what finds them.
+struct Left {
+  double log_total;  // log(sum(exp((z - z_max) * scale)))
+  float scale;
+  int num_tokens;  // collected
+
+  DEVICE float log_probability(float z, float z_max) const {
+    return __dmul_rn(static_cast<double>(z) - z_max, scale) - log_total;  // not contracted: as the twin
+  }
+};
+
+// What a walk over the row finds: log(sum(exp((z - z_max) * scale))) in units of 2^-32, and how many logits are above
+// z_target.
 struct Totals {
   uint64_t log;
   int above;
@@ -62,53 +85,52 @@ DEVICE Prefix find_top(Row row, Softmax by, int num_top, Counters counters, Coun
 }
 
 // Column 1 on: the tokens of the prefix, in order.
-DEVICE void write_top(Row row, Prefix top, int num_top, double z_max, double log_total, int* token_ids,
-                      float* logprobs) {
+DEVICE void write_top(Row row, Prefix top, int num_top, float z_max, Left* left, int* token_ids, float* logprobs) {
   SHARED_ARRAY(uint64_t, tokens, [MAX_TOP]);  // key, then the complement of the id: the order of the ranking
-  SHARED_ARRAY(int, num_tokens, [1]);
-  if (threadIdx.x == 0) num_tokens[0] = 0;
-  __syncthreads();
   const float cut = from_key(top.key);
   walk_row(row, [&](int id, float raw) {
     const float z = number(raw);
     if (z > cut || (z == cut && id < top.end))
-      tokens[atomicAdd(num_tokens, 1)] = static_cast<uint64_t>(rank_key(z)) << 32 | (~0u - id);
+      tokens[atomicAdd(&left->num_tokens, 1)] = static_cast<uint64_t>(rank_key(z)) << 32 | (~0u - id);
   });
   __syncthreads();
   for (int n = threadIdx.x; n < num_top; n += THREADS) {
     int place = 0;
     for (int other = 0; other < num_top; other++) place += tokens[other] > tokens[n];
     token_ids[place] = ~static_cast<uint32_t>(tokens[n]);
-    logprobs[place] = from_key(tokens[n] >> 32) - z_max - log_total;
+    logprobs[place] = left->log_probability(from_key(tokens[n] >> 32), z_max);
   }
 }
 
 KERNEL(THREADS) logprobs(int* __restrict__ token_ids, float* __restrict__ logprobs, int* __restrict__ ranks,
                          const float* __restrict__ logits, const int* __restrict__ logit_seq,
-                         const int* __restrict__ logit_target, const int* __restrict__ sampled, int vocab_size,
+                         const int* __restrict__ logit_target, const int* __restrict__ sampled,
+                         const int* __restrict__ flags, const float* __restrict__ temperature, int vocab_size,
                          int num_top, int64_t row_stride) {
   DYNAMIC_SHARED(memory);
+  SHARED_ARRAY(Left, left, [1]);
   uint32_t* words = reinterpret_cast<uint32_t*>(memory);
   const Counters counters = {words, COUNTERS, false}, bins = {words, COUNTERS / 2, false};
   Sum* steps = reinterpret_cast<Sum*>(words + COUNTERS / 2);
-  const int i = blockIdx.x;
-  const int target = logit_target[i] >= 0 ? logit_target[i] : sampled[logit_seq[i]];
+  const int i = blockIdx.x, seq = logit_seq[i];
+  const int target = logit_target[i] >= 0 ? logit_target[i] : sampled[seq];
   const Row row = row_of(logits + i * row_stride, vocab_size);
   const float z_target = from_key(rank_key(row.base[row.first + target]));  // no NaN, no -0
-  const Softmax by = {from_key(find_greatest(row).key), 1.0f};
+  const float scale = scale_of(logit_target[i], flags[seq], temperature[seq]);
+  const Softmax by = {from_key(find_greatest(row).key), scale};
   const bool is_finite = fabsf(by.z_max) < -MINUS_INFINITY;
   if (num_top > 0) counters.clear();
   __syncthreads();
   const Totals totals = total_row(row, by, z_target, counters, is_finite, num_top > 0);
-  const double z_max = by.z_max, log_total = totals.log * (1.0 / 4294967296.0);  // a power of 2: exact
   token_ids += i * (1 + static_cast<int64_t>(num_top));
   logprobs += i * (1 + static_cast<int64_t>(num_top));
   if (threadIdx.x == 0) {
+    left[0] = {totals.log * (1.0 / 4294967296.0), by.scale, 0};  // a power of 2: exact
     token_ids[0] = target;
-    logprobs[0] = z_target - z_max - log_total;
+    logprobs[0] = left->log_probability(z_target, by.z_max);
     ranks[i] = 1 + totals.above;
   }
   if (num_top == 0) return;
   const Prefix top = find_top(row, by, num_top, counters, bins, steps, is_finite);
-  write_top(row, top, num_top, z_max, log_total, token_ids + 1, logprobs + 1);
+  write_top(row, top, num_top, by.z_max, left, token_ids + 1, logprobs + 1);
 }

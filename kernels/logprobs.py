@@ -1,4 +1,5 @@
-"""Log-probabilities of chosen tokens and of the most likely ones, from the raw logits.
+"""Log-probabilities of chosen tokens and of the most likely ones, from the raw logits or, for beams, from
+logits / temperature.
 
 Tokens are ranked by logit, the lower id first among equals; NaN counts as minus infinity. The sum of the
 exponentials is one of integers (exact.py), so the twin and logprobs.cu give the same bits.
@@ -9,9 +10,10 @@ from typing import Any
 import numpy as np
 
 from cupaged.jit import njit, prange
-from cupaged.kernels.exact import log_of, to_mass
+from cupaged.kernels.exact import GREEDY_TEMPERATURE, inverse, log_of, to_mass
 from cupaged.kernels.launch import Array, Device, row_stride
 
+SCALED_LOGPROBS = 8  # a bit of a sequence's flags, as in batch.Flag
 UNIT = 2.0**-32  # of log_of
 THREADS = 1024  # of a CUDA block, which has one row
 SHARED_BYTES = 32 << 10  # a counter of each lane and step
@@ -25,8 +27,16 @@ def number(x: Any) -> Any:
 
 
 @njit
-def log_sum_exp(row: Any) -> Any:
-    """Return the greatest logit and log(sum(exp(row - greatest))), 0 where the greatest is not finite."""
+def scale_of(target: int, flags: int, temperature: Any) -> Any:
+    """Return what the logits of a row are multiplied with: not 1 only where a flagged sequence samples."""
+    if target < 0 and flags & SCALED_LOGPROBS and temperature >= GREEDY_TEMPERATURE:
+        return inverse(temperature)
+    return np.float32(1.0)
+
+
+@njit
+def log_sum_exp(row: Any, scale: Any) -> Any:
+    """Return the greatest logit and log(sum(exp((row - greatest) * scale))), 0 where that is not finite."""
     top, total = np.float32(-np.inf), 0
     for j in range(row.shape[0]):
         if row[j] > top:
@@ -34,7 +44,7 @@ def log_sum_exp(row: Any) -> Any:
     if not abs(top) < np.inf:
         return np.float64(top), 0.0
     for j in range(row.shape[0]):
-        total += to_mass(row[j] - top)
+        total += to_mass((row[j] - top) * scale)
     return np.float64(top), log_of(total) * UNIT
 
 
@@ -54,17 +64,25 @@ def find_top(row: Any, token_ids: Any, logits: Any) -> None:
         filled = min(filled + 1, limit)
 
 
-@njit(signatures=["void(f4[:,::1],i4[::1],i4[::1],i4[::1],i4[:,::1],f4[:,::1],i4[::1])"], parallel=True)
+_SIGNATURE = "void(f4[:,::1],i4[::1],i4[::1],i4[::1],i4[::1],f4[::1],i4[:,::1],f4[:,::1],i4[::1])"
+
+
+@njit(signatures=[_SIGNATURE], parallel=True)
 def logprobs_cpu(
     logits: Any,  # float32[n, vocab_size]
     logit_seq: Any,  # int32[n], the sequence of each row
     logit_target: Any,  # int32[n], the token of column 0, -1 = the sampled one
-    sampled: Any,  # int32[num_seqs]
+    sampled: Any,  # int32[num_seqs], and so flags
+    flags: Any,
+    temperature: Any,  # float32[num_seqs]
     token_ids: Any,  # int32[n, 1 + num_top]
     logprobs: Any,  # float32[n, 1 + num_top]
     ranks: Any,  # int32[n], 1 + how many tokens have a greater logit
 ) -> None:
-    """Fill token_ids, logprobs and ranks."""
+    """Fill token_ids, logprobs and ranks.
+
+    Where a sequence flagged SCALED_LOGPROBS samples, logits count divided by its temperature, if that is one.
+    """
     for i in prange(logits.shape[0]):
         row = logits[i]
         target = logit_target[i] if logit_target[i] >= 0 else sampled[logit_seq[i]]
@@ -74,9 +92,10 @@ def logprobs_cpu(
         for j in range(row.shape[0]):
             rank += row[j] > logprobs[i, 0]
         ranks[i] = rank
-        top, log_total = log_sum_exp(row)
+        scale = scale_of(logit_target[i], flags[logit_seq[i]], temperature[logit_seq[i]])
+        top, log_total = log_sum_exp(row, scale)
         for n in range(logprobs.shape[1]):
-            logprobs[i, n] = (np.float64(logprobs[i, n]) - top) - log_total
+            logprobs[i, n] = (np.float64(logprobs[i, n]) - top) * np.float64(scale) - log_total
 
 
 def logprobs_cuda(
@@ -85,6 +104,8 @@ def logprobs_cuda(
     logit_seq: Array,
     logit_target: Array,
     sampled: Array,
+    flags: Array,
+    temperature: Array,
     token_ids: Array,
     logprobs: Array,
     ranks: Array,
@@ -97,5 +118,6 @@ def logprobs_cuda(
     assert num_top <= vocab_size, f"{num_top} top tokens of {vocab_size}"
     kernel = device.kernel("logprobs", "logprobs", THREADS=THREADS, MAX_TOP=MAX_TOP)
     outputs = (token_ids, logprobs, ranks)
-    args = (*outputs, logits, logit_seq, logit_target, sampled, vocab_size, num_top, row_stride(logits))
+    inputs = (logits, logit_seq, logit_target, sampled, flags, temperature)
+    args = (*outputs, *inputs, vocab_size, num_top, row_stride(logits))
     kernel((num_rows, 1, 1), THREADS, args, shared_bytes=SHARED_BYTES)

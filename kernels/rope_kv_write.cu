@@ -5,7 +5,7 @@
 //                 but nothing else does, though attention may multiply values that are not seen by a weight of 0
 //   pool          T[num_blocks, num_layers, 2, num_kv_heads, block_size, head_dim], by block_stride and layer_offset
 //   positions     int32[num_tokens]
-//   slot_mapping  int32[num_tokens], -1 = padding: q is rotated, the cache is left alone
+//   slot_mapping  int32[num_tokens], -1 = padding, or stored already: q is rotated, the cache is left alone
 //   cos_sin       float32[max_positions, rotary_dim], cosines then sines; rotary_dim is even, at most head_dim
 //   q_norm,
 //   k_norm        T[head_dim], RMS norm of each head before the rotation, times (weight_offset + it); or null

@@ -74,7 +74,7 @@ def rope_kv_write_cpu(
     pool: Any,  # T[num_blocks, num_layers, 2, num_kv_heads, block_size, head_dim]
     layer: int,
     positions: Any,  # int32[num_tokens]
-    slot_mapping: Any,  # int32[num_tokens], -1 = padding
+    slot_mapping: Any,  # int32[num_tokens], -1 = padding, or stored already
     cos_sin: Any,  # float32[max_positions, rotary_dim], cosines then sines
     q_norm: Any,  # float32[head_dim], or [0] for none
     k_norm: Any,
@@ -84,8 +84,8 @@ def rope_kv_write_cpu(
 ) -> None:
     """Norm and rotate q and k, write k (transposed in its tile) and v to the cache.
 
-    Padding gets its q rotated like any token, and nothing written to the cache. The cache has finite values
-    only: of one that is not, the key becomes NaN, and so does what sees the token; nothing else does.
+    A token without a slot gets its q rotated like any, and nothing written to the cache. The cache has finite
+    values only: of one that is not, the key becomes NaN, and so does what sees the token; nothing else does.
     """
     block_size, head_dim = pool.shape[4], pool.shape[5]
     for token in prange(q.shape[0]):
@@ -115,7 +115,7 @@ def rope_kv_write_cuda(
     pool: Array,  # T[num_blocks, num_layers, 2, num_kv_heads, block_size, head_dim]
     layer: int,
     positions: Array,  # int32[num_tokens]
-    slot_mapping: Array,  # int32[num_tokens], -1 = padding
+    slot_mapping: Array,  # int32[num_tokens], -1 = padding, or stored already
     cos_sin: Array,  # float32[max_positions, rotary_dim], cosines then sines
     q_norm: Array | None = None,  # T[head_dim]
     k_norm: Array | None = None,
@@ -125,8 +125,8 @@ def rope_kv_write_cuda(
 ) -> None:
     """Norm and rotate q and k, write k and v to the cache.
 
-    Padding gets its q rotated like any token, and nothing written to the cache. The cache has finite values
-    only: of one that is not, the key becomes NaN, and so does what sees the token; nothing else does.
+    A token without a slot gets its q rotated like any, and nothing written to the cache. The cache has finite
+    values only: of one that is not, the key becomes NaN, and so does what sees the token; nothing else does.
     """
     num_tokens, num_heads, head_dim = q.shape
     num_kv_heads, block_size = pool.shape[3:5]

@@ -30,8 +30,6 @@
 #include "philox.cuh"
 #include "ranking.cuh"
 
-constexpr float GREEDY_TEMPERATURE = 1e-5f;
-
 // Bins, and after the steps' counters their sums, share the memory of the steps' counters.
 struct Memory {
   Counters by_step, bins;

@@ -17,6 +17,7 @@ import numpy as np
 from cupaged.jit import njit, prange
 from cupaged.kernels.adjust_logits import BANNED
 from cupaged.kernels.exact import (
+    GREEDY_TEMPERATURE,
     KEY_OF_INFINITY,
     KEY_OF_MINUS_INFINITY,
     ONE,
@@ -29,7 +30,6 @@ from cupaged.kernels.exact import (
 from cupaged.kernels.launch import Array, Device, row_stride
 from cupaged.kernels.philox import random_word
 
-GREEDY_TEMPERATURE = np.float32(1e-5)  # below it a row takes the most likely token, as in vLLM
 BLOCK = 256  # tokens; what a block's greatest key rules out is not looked at again
 SHIFTS = (21, 10, 0)  # the ranking is found by 11, 11 and 10 bits of the keys
 NUM_BINS = (2048, 2048, 1024)

@@ -209,7 +209,10 @@ class Backend(Protocol):
     def logprobs(
         self, logits: Array, batch: Batch, first: int, token_ids: Array, num_top: int
     ) -> LogprobArrays:
-        """Return the log-probabilities of each row's target, or of its sampled token, and the top num_top."""
+        """Return the log-probabilities of each row's target, or of its sampled token, and the top num_top.
+
+        Of the raw logits, or of logits / temperature where a sequence flagged SCALED_LOGPROBS samples.
+        """
 
     def store_last_tokens(self, batch: Batch, token_ids: Array, last_token: Array) -> None:
         """Set last_token[row] for the sequences that sampled."""

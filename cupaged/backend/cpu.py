@@ -278,9 +278,9 @@ class CpuBackend:
             self._arena.take((n,), np.int32),
         )
         where = slice(first, first + n)
-        self._run(
-            logprobs.logprobs_cpu, logits, batch.logit_seq[where], batch.logit_target[where], token_ids, *out
-        )
+        which = (batch.logit_seq[where], batch.logit_target[where])
+        by_seq = (token_ids, batch.flags, batch.temperature)
+        self._run(logprobs.logprobs_cpu, logits, *which, *by_seq, *out)
         return out
 
     def store_last_tokens(self, batch: Batch, token_ids: Array, last_token: Array) -> None:

@@ -349,7 +349,8 @@ class CudaBackend:
         )
         where = slice(first, first + n)
         which = (batch.logit_seq[where], batch.logit_target[where])
-        logprobs_cuda(self._launcher, logits, *which, token_ids, *out)
+        by_seq = (token_ids, batch.flags, batch.temperature)
+        logprobs_cuda(self._launcher, logits, *which, *by_seq, *out)
         return out
 
     def store_last_tokens(self, batch: Batch, token_ids: Array, last_token: Array) -> None:

@@ -111,6 +111,7 @@ class TestOperations:
         logits[0, [96, 3, 50]] = 10, 9, 8
         batch = create_batch([33, 1, 40, 17, 20], [1, 1, 9, 17, 3], banned=banned)
         batch.temperature[[1, 3]] = 0.8
+        batch.flags[[0, 1]] |= Flag.SCALED_LOGPROBS
         batch.top_p[:] = 1.0
 
         def operate(backend: Backend, batch: Batch, logits: Array, ids: Array) -> list[Array]:

@@ -116,6 +116,7 @@ inline int __dp4a(int a, int b, int c) {
 
 // ---- Rounding -------------------------------------------------------------------------------------------------------
 inline float __fmul_rn(float a, float b) { return cuda_on_cpu::opaque(a * b); }
+inline double __dmul_rn(double a, double b) { return cuda_on_cpu::opaque(a * b); }
 inline float __fadd_rn(float a, float b) { return cuda_on_cpu::opaque(a) + cuda_on_cpu::opaque(b); }
 inline float __fsub_rn(float a, float b) { return cuda_on_cpu::opaque(a) - cuda_on_cpu::opaque(b); }
 inline float __fmaf_rn(float a, float b, float c) { return __builtin_fmaf(a, b, c); }

@@ -25,6 +25,17 @@ def test_rounding_is_as_the_name_says_whatever_the_compiler_contracts() -> None:
     assert (fused != rounded[0]).any()
 
 
+def test_rounding_of_doubles_is_as_the_name_says() -> None:
+    rng = np.random.default_rng(0)
+    a, b = rng.standard_normal((2, 256))
+    c = a * b * (1 + 2.0**-40 * rng.integers(-4, 4, 256))  # almost all cancels
+    out = zeros(256, dtype=np.float64)
+
+    device("fast").kernel("numbers", "rounding_of_doubles")((1, 1, 1), 256, (out, a, b, c))
+
+    np.testing.assert_array_equal(out, a * b - c)
+
+
 def bits_of(a: int, b: int) -> list[int]:
     """Return what each function of numbers.cu's kernel `bits` gives."""
     wide = a << 32 | b

@@ -1,12 +1,13 @@
 """Log-probabilities, the top tokens and ranks."""
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from cupaged.kernels.logprobs import logprobs_cpu
+from cupaged.batch import Flag
+from cupaged.kernels.logprobs import SCALED_LOGPROBS, logprobs_cpu
 
 
 class Result(NamedTuple):
@@ -16,15 +17,31 @@ class Result(NamedTuple):
 
 
 def run(
-    logits: NDArray[np.float32], targets: list[int], num_top: int, sampled: list[int] | None = None
+    logits: NDArray[np.float32],
+    targets: list[int],
+    num_top: int,
+    sampled: list[int] | None = None,
+    temperatures: dict[int, float] | None = None,
 ) -> Result:
+    """Return the results of rows, each of a sequence; those with a temperature are flagged, to be scaled."""
     n = len(logits)
+    flags, temperature = np.full(n, 7, np.int32), np.full(n, 0.3, np.float32)
+    for seq, value in (temperatures or {}).items():
+        flags[seq] |= SCALED_LOGPROBS
+        temperature[seq] = value
     out = Result(
         np.empty((n, 1 + num_top), np.int32), np.empty((n, 1 + num_top), np.float32), np.empty(n, np.int32)
     )
     seqs = np.arange(n, dtype=np.int32)
-    logprobs_cpu(logits, seqs, np.array(targets, np.int32), np.array(sampled or [0] * n, np.int32), *out)
+    chosen = np.array(targets, np.int32), np.array(sampled or [0] * n, np.int32)
+    logprobs_cpu(logits, seqs, *chosen, flags, temperature, *out)
     return out
+
+
+def log_softmax(logits: NDArray[np.floating[Any]]) -> NDArray[np.float64]:
+    shifted: NDArray[np.float64] = logits.astype(np.float64) - logits.max(1, keepdims=True)
+    shifted -= np.log(np.exp(shifted).sum(1, keepdims=True))
+    return shifted
 
 
 @pytest.mark.parametrize("vocab_size", [1, 97, 128, 1000])
@@ -34,10 +51,7 @@ def test_logprobs_equal_a_float64_log_softmax(vocab_size: int) -> None:
 
     result = run(logits, targets, min(7, vocab_size))
 
-    wide = logits.astype(np.float64)
-    exact = wide - wide.max(1, keepdims=True)
-    exact -= np.log(np.exp(exact).sum(1, keepdims=True))
-    expected = np.take_along_axis(exact, result.token_ids.astype(np.int64), 1)
+    expected = np.take_along_axis(log_softmax(logits), result.token_ids.astype(np.int64), 1)
     assert result.token_ids[:, 0].tolist() == targets
     assert np.abs(result.logprobs - expected).max() < 1e-5
 
@@ -81,3 +95,41 @@ def test_infinities_and_nan_are_unlikely_not_contagious() -> None:
         -np.inf,
         -np.inf,
     ]
+
+
+def test_flagged_sequence_that_samples_has_its_logits_divided_by_the_temperature() -> None:
+    logits = np.random.default_rng(0).standard_normal((4, 1000), np.float32) * 8
+    temperature = np.array([0.5, 1.7, 40.0, 0.01], np.float32)
+
+    result = run(logits, [-1] * 4, 9, [3, 1, 4, 1], dict(enumerate(temperature.tolist())))
+
+    exact = log_softmax(logits / temperature[:, None].astype(np.float64))
+    expected = np.take_along_axis(exact, result.token_ids.astype(np.int64), 1)
+    assert np.allclose(result.logprobs, expected, rtol=2e-7, atol=1e-6)
+    assert np.array_equal(result.token_ids, run(logits, [-1] * 4, 9, [3, 1, 4, 1]).token_ids)
+
+
+@pytest.mark.parametrize(
+    ("target", "temperature"),
+    [(5, 0.5), (-1, 1.0), (-1, 0.0), (-1, 1e-30)],
+    ids=["of a prompt", "one", "greedy", "nearly greedy"],
+)
+def test_otherwise_logits_are_taken_as_they_are(target: int, temperature: float) -> None:
+    logits = np.random.default_rng(0).standard_normal((1, 1000), np.float32) * 8
+
+    result = run(logits, [target], 9, [7], {0: temperature})
+
+    assert np.array_equal(result.logprobs, run(logits, [target], 9, [7]).logprobs)
+
+
+def test_scaled_infinities_and_nan_are_unlikely_not_contagious() -> None:
+    logits = np.array([[0, -np.inf, np.nan, 0]] * 2, np.float32)
+
+    result = run(logits, [-1, -1], 4, [1, 1], {0: 2e-5, 1: 1e38})
+
+    half = np.log(np.float32(0.5))
+    assert result.logprobs.tolist() == [[-np.inf, half, half, -np.inf, -np.inf]] * 2
+
+
+def test_flag_is_that_of_the_batch() -> None:
+    assert SCALED_LOGPROBS == Flag.SCALED_LOGPROBS

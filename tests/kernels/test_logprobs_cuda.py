@@ -7,22 +7,25 @@ import pytest
 from numpy.typing import NDArray
 
 from cupaged.kernels import logprobs
-from cupaged.kernels.logprobs import MAX_TOP, logprobs_cpu, logprobs_cuda
+from cupaged.kernels.logprobs import MAX_TOP, SCALED_LOGPROBS, logprobs_cpu, logprobs_cuda
 from tests.cuda_on_cpu.device import EmulatedDevice
 from tests.kernels.elements import strided
 from tests.kernels.rows_of_logits import KINDS, logits_of
 from tests.kernels.schedules import identical_under_all_schedules
 
 Arrays = tuple[NDArray[Any], ...]
+TEMPERATURES = np.array([0.0, 1e-4, 0.3, 0.7, 1.0, 1.9, 50.0, 3e38], np.float32)
 
 
 def chosen(rng: np.random.Generator, n: int, vocab_size: int) -> Arrays:
-    """Return logit_seq, logit_target and sampled of n rows."""
+    """Return logit_seq, logit_target, sampled, flags and temperature of n rows; some are scaled."""
     target = np.where(rng.random(n) < 0.5, -1, rng.integers(0, vocab_size, n))
     return (
         rng.permutation(n).astype(np.int32),
         target.astype(np.int32),
         rng.integers(0, vocab_size, n).astype(np.int32),
+        (rng.integers(0, 8, n) | rng.choice([0, SCALED_LOGPROBS], n)).astype(np.int32),
+        rng.choice(TEMPERATURES, n),
     )
 
 
@@ -84,6 +87,17 @@ def test_bits_are_the_twins_where_all_are_the_same(
     assert_same_bits(device, logits, chosen(np.random.default_rng(2), 3, 300), MAX_TOP)
 
 
+@pytest.mark.parametrize("temperature", [1e-5, 0.7, 3e38])
+def test_scaled_bits_are_the_twins_in_a_large_vocabulary(device: EmulatedDevice, temperature: float) -> None:
+    rng = np.random.default_rng(1)
+    logits = rng.standard_normal((2, 32_001), np.float32) * 3
+    sampled = rng.integers(0, 32_001, 2).astype(np.int32)
+    seqs, flags = np.array([1, 0], np.int32), np.full(2, SCALED_LOGPROBS, np.int32)
+    args = (seqs, np.full(2, -1, np.int32), sampled, flags, np.full(2, temperature, np.float32))
+
+    assert_same_bits(device, logits, args, MAX_TOP)
+
+
 @pytest.mark.usefixtures("small_blocks")
 def test_rows_may_begin_anywhere(device: EmulatedDevice) -> None:
     rng = np.random.default_rng(3)
@@ -107,7 +121,7 @@ def test_more_top_tokens_than_there_are_is_no_launch() -> None:
     outputs = np.zeros((1, 5), np.int32), np.zeros((1, 5), np.float32), ints
 
     with pytest.raises(AssertionError, match="4 top tokens of 3"):
-        logprobs_cuda(EmulatedDevice(), logits, ints, ints, ints, *outputs)
+        logprobs_cuda(EmulatedDevice(), logits, ints, ints, ints, ints, outputs[1][0, :1], *outputs)
 
 
 def test_too_many_top_tokens_are_an_error() -> None:

@@ -195,3 +195,19 @@ def test_chunks_in_which_nobody_asked_are_left_out() -> None:
     assert logprobs is not None
     assert logprobs.seq.tolist() == [LOGITS_CHUNK + 3]
     assert logprobs.token_ids[:, 0].tolist() == [int(hidden[LOGITS_CHUNK + 3].argmax())]
+
+
+def test_only_flagged_sequences_have_log_probabilities_at_their_temperature() -> None:
+    sampler, _ = make_sampler(2)
+    batch = make_batch(2)
+    batch.num_logprobs[:], batch.temperature[:] = 0, 0.5
+    batch.flags[1] |= Flag.SCALED_LOGPROBS
+    hidden = random_logits(2)
+
+    output = sampler.sample(hidden, batch, batch).result()
+
+    assert output.logprobs is not None
+    logits = hidden.astype(np.float64) / [[1.0], [0.5]]
+    exact = logits - np.log(np.exp(logits).sum(1, keepdims=True))
+    expected = exact[[0, 1], output.token_ids[:, 0]]
+    np.testing.assert_allclose(output.logprobs.logprobs[:, 0], expected, rtol=1e-5)

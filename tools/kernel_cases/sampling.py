@@ -8,7 +8,7 @@ from numpy.typing import ArrayLike
 from cupaged.batch import Flag
 from cupaged.kernels.adjust_logits import adjust_logits_cuda, count_history_cuda, count_sampled_cuda
 from cupaged.kernels.launch import Array
-from cupaged.kernels.logprobs import logprobs_cuda
+from cupaged.kernels.logprobs import SCALED_LOGPROBS, logprobs_cuda
 from cupaged.kernels.sample import sample_cuda
 from tools.kernel_cases.case import Case, Maker, Tolerance
 
@@ -82,7 +82,10 @@ def sample(num_rows: int, vocab_size: int, filters: tuple[Filter, ...], what: st
 
 
 def logprobs(num_rows: int, vocab_size: int, num_top: int) -> Case:
-    """Return log-probabilities of rows, every other one of a given token, the others of the sampled one."""
+    """Return log-probabilities of rows, every other one of a given token, the others of the sampled one.
+
+    Of these, each second is of scaled logits.
+    """
 
     def make(maker: Maker) -> dict[str, Array]:
         places = np.arange(num_rows)
@@ -92,6 +95,8 @@ def logprobs(num_rows: int, vocab_size: int, num_top: int) -> Case:
             "logit_seq": maker.array(ints(places)),
             "logit_target": maker.array(ints(targets)),
             "sampled": maker.integers(0, vocab_size, (num_rows,)),
+            "flags": maker.array(np.where(places % 4, Flag.SAMPLES, SCALED_LOGPROBS).astype(np.int32)),
+            "temperature": maker.array(np.full(num_rows, 1.7, np.float32)),
             "token_ids": maker.unwritten((num_rows, 1 + num_top), np.int32),
             "logprobs": maker.unwritten((num_rows, 1 + num_top)),
             "ranks": maker.unwritten((num_rows,), np.int32),

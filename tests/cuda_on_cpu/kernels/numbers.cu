@@ -29,6 +29,11 @@ KERNEL(256) rounding(float* product_then_sum, float* fused, const float* a, cons
   fused[i] = __fmaf_rn(a[i], b[i], c[i]);
 }
 
+KERNEL(256) rounding_of_doubles(double* product_then_sum, const double* a, const double* b, const double* c) {
+  const int i = element();
+  product_then_sum[i] = __dmul_rn(a[i], b[i]) - c[i];
+}
+
 // out int[14][256]
 KERNEL(256) bits(int* out, const unsigned* x, const unsigned* y) {
   const unsigned a = x[threadIdx.x], b = y[threadIdx.x];
