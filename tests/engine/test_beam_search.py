@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
@@ -140,6 +140,7 @@ def random_searches(draw: st.DrawFn) -> tuple[BeamCase, Any]:
     return case, model
 
 
+@settings(max_examples=500)
 @given(random_searches())
 def test_outputs_equal_the_reference(drawn: tuple[BeamCase, Any]) -> None:
     case, model = drawn
@@ -166,6 +167,17 @@ def test_one_beam_is_greedy_and_ends_with_its_first_eos() -> None:
     ended = run(case, lambda output: log_softmax(table[output[-1] if output else 0])).ended
 
     assert [output.token_ids for output in ended] == [[1, 2]]
+
+
+def test_a_beam_that_only_equals_the_worst_output_ends_the_search() -> None:
+    case = BeamCase(seed=0, prompt_token_ids=(0,), beam_width=2, max_tokens=9, length_penalty=0.0)
+    search = BeamSearch(params_of(case), case.max_tokens, frozenset({0}))
+
+    def advance(logprobs: list[list[float]]) -> Any:
+        return search.advance(np.array([[0, 1, 2]] * len(logprobs)), np.array(logprobs, np.float32))
+
+    assert advance([[-1.0, -1.0, -2.0]]) == ([0, 0], [1, 2])
+    assert advance([[-1.0, -1.0, -9.0], [-9.0, -9.0, -9.0]]) is None
 
 
 # The group.
