@@ -1,19 +1,21 @@
 """Agreement: whether a backend computes what the CPU backend computes, but for rounding.
 
 The reference generates greedily on the CPU. The other backend is then led along the reference's tokens by the
-real scheduler and worker, with so few blocks and so small a budget that there are prefill chunks, mixed
-batches and preemption, and its logits are held to the reference's wherever a token is sampled. The rule:
+real scheduler and worker, with so small a budget that there are prefill chunks and mixed batches, and in one
+of WAYS: with so few blocks that requests are preempted, and recomputed or swapped; out of the prefix cache;
+or forked. Its logits are held to the reference's wherever a token is sampled. The rule:
 
     no logit differs by more than a tolerance, which follows from the roundings that a backend does
     the sampled token is the reference's wherever the reference's two largest logits lie further apart than
     twice the tolerance, and they lie nearer in at most 2 % of the positions
 
     lead = reference(model_dir)  # of make_tiny_model.CLEAR_CASES
-    print(compare(lead, follow(model_dir, lead, device="cuda"), tolerance(model_dir)))
+    trace = follow(model_dir, lead, way=WAYS["swapped"], device="cuda")
+    print(compare(lead, trace, tolerance(model_dir)))
 """
 
-from collections.abc import Callable
-from dataclasses import replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from math import sqrt
 from pathlib import Path
 from typing import Any, NamedTuple, cast
@@ -23,11 +25,13 @@ from numpy.typing import NDArray
 
 from cupaged.backend.base import Array, Backend, create_backend
 from cupaged.batch import Batch, StepOutput
-from cupaged.config import EngineConfig
+from cupaged.config import EngineConfig, PreemptionMode
+from cupaged.engine.llm_engine import scheduler_config
 from cupaged.models import load_model_config
 from cupaged.sampling_params import SamplingParams
+from cupaged.scheduler.counters import Counter
 from cupaged.scheduler.scheduler import Scheduler
-from cupaged.sequence import Sequence
+from cupaged.sequence import SequenceGroup
 from cupaged.worker.executor import Executor, UniprocExecutor
 from cupaged.worker.kv_cache import block_bytes
 
@@ -49,14 +53,50 @@ ROUNDINGS = 11
 LARGEST_DEVIATION = 5.0  # standard deviations: a normal error passes it once in 1.7 million logits
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Way:
+    """How the requests are run."""
+
+    num_blocks: int
+    num_host_blocks: int = 0
+    preemption_mode: PreemptionMode = "recompute"
+    caches_prefixes: bool = False
+    num_rounds: int = 1  # all requests come so often, each time after the last one's end
+    num_sequences: int = 1  # of each request
+    happens: tuple[Counter, ...] = ()  # what must really have happened
+
+
+WAYS = {
+    "recomputed": Way(num_blocks=NUM_BLOCKS, happens=(Counter.PREEMPTIONS, Counter.RECOMPUTED_TOKENS)),
+    "swapped": Way(
+        num_blocks=NUM_BLOCKS,
+        num_host_blocks=NUM_BLOCKS,
+        preemption_mode="swap",
+        happens=(Counter.SWAPPED_OUT_BLOCKS, Counter.SWAPPED_IN_BLOCKS),
+    ),
+    "cached": Way(
+        num_blocks=2 * NUM_BLOCKS, caches_prefixes=True, num_rounds=2, happens=(Counter.PREFIX_HIT_TOKENS,)
+    ),
+    "forked": Way(num_blocks=2 * NUM_BLOCKS, num_sequences=3, happens=(Counter.FORKS, Counter.COPIED_BLOCKS)),
+}
+
+
 class Trace(NamedTuple):
-    """What a backend made of the requests: a row for each sampled token, request by request."""
+    """What a backend made of the requests: a row for each sampled token, request by request.
+
+    With several rounds or sequences, all requests' rows for one come before those for the next.
+    """
 
     logits: NDArray[np.float32]  # [num_samples, vocab_size]
     token_ids: NDArray[np.int32]  # [num_samples], as the backend sampled them: the most likely ones
     num_chunks: int  # prefill chunks that sampled nothing
     num_mixed_steps: int  # of decodes and prefills
-    num_preemptions: int
+    counters: NDArray[np.int64]  # of the scheduler, by Counter
+
+    @property
+    def num_preemptions(self) -> int:
+        """Return how many requests were preempted."""
+        return int(self.counters[Counter.PREEMPTIONS])
 
 
 class Agreement(NamedTuple):
@@ -113,15 +153,20 @@ class Recorder:
 
 def reference(model_dir: Path) -> Trace:
     """Return what the CPU backend generates, each prompt in one piece and with room for all."""
-    return _trace(model_dir, create_backend, len(PROMPT_LENGTHS) * NUM_BLOCKS, device="cpu", num_threads=1)
+    way = Way(num_blocks=len(PROMPT_LENGTHS) * NUM_BLOCKS)
+    return _trace(model_dir, create_backend, way, device="cpu", num_threads=1)
 
 
 def follow(
-    model_dir: Path, lead: Trace, create_backend: CreateBackend = create_backend, **options: Any
+    model_dir: Path,
+    lead: Trace,
+    create_backend: CreateBackend = create_backend,
+    way: Way = WAYS["recomputed"],
+    **options: Any,
 ) -> Trace:
     """Return what a backend makes of the tokens of `lead`; `options` are EngineConfig's."""
     options = {"max_num_batched_tokens": MAX_NUM_BATCHED_TOKENS, **options}
-    return _trace(model_dir, create_backend, NUM_BLOCKS, lead, **options)
+    return _trace(model_dir, create_backend, way, lead, **options)
 
 
 def tolerance(model_dir: Path) -> float:
@@ -142,42 +187,46 @@ def compare(lead: Trace, trace: Trace, share: float) -> Agreement:
     spread = float(lead.logits.std(axis=1).mean())
     tolerance = share * spread
     second, first = np.partition(lead.logits, -2, axis=1)[:, -2:].T
-    is_clear = first - second > 2 * tolerance
+    is_clear = first - second > 2 * tolerance  # [num_samples of the lead]
+    is_other = (trace.token_ids.reshape(-1, len(is_clear)) != lead.token_ids) & is_clear
+    errors = np.abs(trace.logits.reshape(-1, *lead.logits.shape) - lead.logits)
     return Agreement(
-        num_samples=len(lead.logits),
-        largest=float(np.abs(trace.logits - lead.logits).max()),
+        num_samples=len(trace.logits),
+        largest=float(errors.max()),
         tolerance=tolerance,
         spread=spread,
-        num_excluded=int((~is_clear).sum()),
-        num_different=int((trace.token_ids != lead.token_ids)[is_clear].sum()),
+        num_excluded=int((~is_clear).sum()) * len(errors),
+        num_different=int(is_other.sum()),
     )
 
 
 def _trace(
-    model_dir: Path, create_backend: CreateBackend, num_blocks: int, lead: Trace | None = None, **options: Any
+    model_dir: Path, create_backend: CreateBackend, way: Way, lead: Trace | None = None, **options: Any
 ) -> Trace:
     """Run the requests to their end, along the tokens of `lead`."""
     model = load_model_config(model_dir)
     config = EngineConfig.create(
-        model_dir, max_model_len=MAX_MODEL_LEN, max_num_seqs=len(PROMPT_LENGTHS), **options
+        model_dir,
+        max_model_len=MAX_MODEL_LEN,
+        max_num_seqs=len(PROMPT_LENGTHS),
+        preemption_mode=way.preemption_mode,
+        enable_prefix_caching=way.caches_prefixes,
+        **options,
     )
     recorder = Recorder(create_backend(config, model.dtype))
     size = block_bytes(model, config.block_size, recorder.kv_dtype.itemsize)
+    memory, swap_space = way.num_blocks * size, way.num_host_blocks * size / 2**30
     executor = UniprocExecutor(
-        replace(config, kv_cache_memory=num_blocks * size),
+        replace(config, kv_cache_memory=memory, swap_space=swap_space),
         model_dir,
         create_backend=lambda config, dtype: cast(Backend, recorder),  # noqa: ARG005
     )
-    scheduler = Scheduler(
-        num_blocks=executor.plan.num_blocks,
-        block_size=config.block_size,
-        max_num_seqs=config.max_num_seqs,
-        max_num_batched_tokens=config.max_num_batched_tokens,
-        max_model_len=MAX_MODEL_LEN,
-        num_batches=1,  # so that the host knows all input tokens, and may exchange them
-    )
-    trace = _Run(executor, recorder, scheduler, model.vocab_size).trace(lead)
+    # One step at a time, so that the host knows all input tokens, and may exchange them.
+    scheduler = Scheduler(replace(scheduler_config(config, executor), num_batches=1))
+    trace = _Run(executor, recorder, scheduler, model.vocab_size).trace(way, lead)
     executor.close()
+    for counter in way.happens:
+        assert trace.counters[counter] > 0, f"{counter.name} are 0, so the run does not show what it should"
     return trace
 
 
@@ -187,39 +236,53 @@ class _Run:
     def __init__(self, executor: Executor, recorder: Recorder, scheduler: Scheduler, vocab_size: int) -> None:
         self._executor, self._recorder, self._scheduler = executor, recorder, scheduler
         rng = np.random.Generator(np.random.PCG64(0))
-        self._sequences = [
-            Sequence(
-                request_id=str(i),
-                prompt_token_ids=rng.integers(0, vocab_size, length, np.int32),
-                params=SamplingParams(temperature=0),
-                max_total_tokens=length + OUTPUT_LENGTH,
-                stop_token_ids=(),
-            )
-            for i, length in enumerate(PROMPT_LENGTHS)
-        ]
+        self._prompts = [rng.integers(0, vocab_size, length, np.int32) for length in PROMPT_LENGTHS]
         self._vocab_size = vocab_size
+        self._num_chunks = self._num_mixed_steps = 0
 
-    def trace(self, lead: Trace | None) -> Trace:
+    def trace(self, way: Way, lead: Trace | None) -> Trace:
         """Return what the backend makes of the requests."""
-        scheduler, num_samples = self._scheduler, len(self._sequences) * OUTPUT_LENGTH
+        num_samples = way.num_rounds * way.num_sequences * len(PROMPT_LENGTHS) * OUTPUT_LENGTH
         logits = np.full((num_samples, self._vocab_size), np.nan, np.float32)
         token_ids = np.full(num_samples, -1, np.int32)
-        num_chunks = num_mixed_steps = 0
-        for sequence in self._sequences:
-            scheduler.add(sequence)
+        by_round = [np.split(each, way.num_rounds) for each in (logits, token_ids)]
+        for round_logits, round_ids in zip(*by_round, strict=True):
+            self._run_round(way.num_sequences, round_logits, round_ids, lead)
+        counters = self._scheduler.counters.copy()
+        return Trace(logits, token_ids, self._num_chunks, self._num_mixed_steps, counters)
+
+    def _run_round(
+        self,
+        num_sequences: int,
+        logits: NDArray[np.float32],
+        token_ids: NDArray[np.int32],
+        lead: Trace | None,
+    ) -> None:
+        """Run all requests to their end and fill their rows."""
+        scheduler = self._scheduler
+        groups = [
+            SequenceGroup(
+                request_id=str(i),
+                prompt_token_ids=prompt,
+                params=SamplingParams(temperature=0),
+                max_total_tokens=len(prompt) + OUTPUT_LENGTH,
+                num_sequences=num_sequences,
+            )
+            for i, prompt in enumerate(self._prompts)
+        ]
+        for group in groups:
+            scheduler.add(group)
         while scheduler.has_unfinished():
             batch = scheduler.schedule()
             assert batch is not None, "nothing is in flight, so something can run"
-            num_chunks += batch.num_seqs - batch.num_logits
-            num_mixed_steps += 0 < batch.num_decodes < batch.num_seqs
-            output, computed = self._step(batch)
-            samples = self._samples(batch)
-            logits[samples] = computed
+            self._num_chunks += batch.num_seqs - batch.num_logits
+            self._num_mixed_steps += 0 < batch.num_decodes < batch.num_seqs
+            samples = _samples(groups, batch)
+            output, logits[samples] = self._step(batch)
             token_ids[samples] = output.token_ids[batch.logit_seq, 0]
             if lead is not None:
-                output.token_ids[batch.logit_seq, 0] = lead.token_ids[samples]
+                output.token_ids[batch.logit_seq, 0] = lead.token_ids[samples % len(lead.token_ids)]
             scheduler.update(batch, output)
-        return Trace(logits, token_ids, num_chunks, num_mixed_steps, scheduler.num_preemptions)
 
     def _step(self, batch: Batch) -> tuple[StepOutput, NDArray[np.float32]]:
         """Run a step; return what it gives back and its logits, [num_logits, vocab_size]."""
@@ -229,11 +292,15 @@ class _Run:
         logits = np.concatenate([none, *(fetch() for fetch in self._recorder.chunks)])
         return output, logits[: batch.num_logits]
 
-    def _samples(self, batch: Batch) -> NDArray[np.int32]:
-        """Return which of all samples the logits of the batch are."""
-        first = np.zeros(len(self._sequences), np.int32)  # [rows]
-        for i, sequence in enumerate(self._sequences):
-            if sequence.row >= 0:
-                first[sequence.row] = i * OUTPUT_LENGTH
-        samples: NDArray[np.int32] = (first[batch.rows] + batch.output_position)[batch.logit_seq]
-        return samples
+
+def _samples(groups: Sequence[SequenceGroup], batch: Batch) -> NDArray[np.int64]:
+    """Return which of a round's samples the logits of the batch are."""
+    first = {
+        seq.row: (seq.index * len(groups) + i) * OUTPUT_LENGTH
+        for i, group in enumerate(groups)
+        for seq in group.sequences
+        if seq.row >= 0
+    }
+    by_seq = np.array([first[row] for row in batch.rows.tolist()]) + batch.output_position
+    samples: NDArray[np.int64] = by_seq[batch.logit_seq]
+    return samples

@@ -1,8 +1,10 @@
-"""Throughput of N requests that all arrive at once: continuous batching, static batching, and a peer.
+"""Throughput of N requests that all arrive at once: continuous and static batching, sharing, and a peer.
 
-    python tools/bench_offline.py MODEL                        output tokens/s and latencies
-    python tools/bench_offline.py MODEL --static 8,16,64       continuous over static batching at those limits
-    python tools/bench_offline.py MODEL --peer transformers --peer-python PYTHON
+    python -m tools.bench_offline MODEL                        output tokens/s and latencies
+    python -m tools.bench_offline MODEL --static 8,16,64       continuous over static batching at those limits
+    python -m tools.bench_offline MODEL --shared-prefix 80,341 the prefix cache, where prompts begin alike
+    python -m tools.bench_offline MODEL -n 4                   4 outputs of a request over 4 requests
+    python -m tools.bench_offline MODEL --peer transformers --peer-python PYTHON
 
 Prompt and output lengths are log-normal from a seed. The static mode runs on the same engine: it pads to
 the longest prompt of a batch, goes on until its longest output is out, and then takes the next batch, which
@@ -16,91 +18,18 @@ import os
 import resource
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
-from time import perf_counter
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
 from cupaged.config import EngineConfig
 from cupaged.engine.llm_engine import LLMEngine
-from cupaged.sampling_params import RequestOutputKind, SamplingParams
+from tools.offline_runs import LONGEST, Result, Workload, make_workload, run
+from tools.offline_sharing import compare_prefixes, compare_sampling
 
-SIGMA = 0.8  # of both log-normal distributions
-SHORTEST, LONGEST = 8, 384  # tokens, prompt and output alike
 PEER_BATCH = 8  # sequences in a padded batch of the peer
-
-
-class Workload(NamedTuple):
-    """What is asked for, request by request."""
-
-    prompts: list[list[int]]
-    output_lengths: list[int]
-
-
-class Result(NamedTuple):
-    """What one run took."""
-
-    seconds: float
-    num_steps: int
-    num_output_tokens: int  # that were asked for
-    first_token: list[float]  # seconds from the start, by request
-    between_tokens: list[float]  # seconds, all requests
-    slot_use: float  # share of the slots of used blocks that hold a token, mean over steps
-    peak_blocks: int
-
-    @property
-    def tokens_per_second(self) -> float:
-        """Return the output tokens per second."""
-        return self.num_output_tokens / self.seconds
-
-
-def make_workload(
-    num_requests: int, seed: int, prompt_mean: int, output_mean: int, vocab_size: int
-) -> Workload:
-    """Draw lengths and token ids from `seed`."""
-    rng = np.random.default_rng(seed)
-
-    def lengths(mean: int) -> list[int]:
-        drawn = rng.lognormal(np.log(mean) - SIGMA**2 / 2, SIGMA, num_requests)
-        return [int(n) for n in np.clip(drawn, SHORTEST, LONGEST).round()]
-
-    prompt_lengths, output_lengths = lengths(prompt_mean), lengths(output_mean)
-    return Workload([rng.integers(0, vocab_size, n).tolist() for n in prompt_lengths], output_lengths)
-
-
-def run(engine: LLMEngine, workload: Workload) -> Result:
-    """Send everything at once and step until all is done."""
-    last: dict[str, float] = {}
-    first_token: list[float] = []
-    between: list[float] = []
-    slot_use: list[float] = []
-    steps_before = engine.num_steps
-    engine.peak_kv_blocks = 0
-    start = perf_counter()
-    for i, (prompt, length) in enumerate(zip(*workload, strict=True)):
-        engine.add_request(str(i), prompt, _params(length))
-    while engine.has_unfinished():
-        outputs = engine.step()
-        now = perf_counter()
-        for output in outputs:
-            if output.request_id in last:
-                between.append(now - last[output.request_id])
-            else:
-                first_token.append(now - start)
-            last[output.request_id] = now
-        if engine.scheduler.num_used_blocks:
-            used = engine.scheduler.num_used_blocks * engine.config.block_size
-            slot_use.append(engine.scheduler.num_cached_tokens / used)
-    return Result(
-        seconds=perf_counter() - start,
-        num_steps=engine.num_steps - steps_before,
-        num_output_tokens=sum(workload.output_lengths),
-        first_token=first_token,
-        between_tokens=between,
-        slot_use=float(np.mean(slot_use)),
-        peak_blocks=engine.peak_kv_blocks,
-    )
 
 
 def run_static(engine: LLMEngine, workload: Workload, limit: int) -> tuple[float, int]:
@@ -145,14 +74,14 @@ def run_peer(args: argparse.Namespace, workload: Workload) -> dict[str, Any]:
     return answer
 
 
-def make_engine(args: argparse.Namespace, max_num_seqs: int) -> LLMEngine:
+def make_engine(args: argparse.Namespace, max_num_seqs: int, **options: Any) -> LLMEngine:
     """Build and warm an engine, so that compilation is not part of the figures."""
     config = EngineConfig.create(
         args.model,
         dtype=args.dtype,
         max_num_seqs=max_num_seqs,
         num_threads=args.num_threads,
-        max_model_len=2 * LONGEST,
+        **{"max_model_len": 2 * LONGEST} | options,
     )
     engine = LLMEngine(config)
     vocab_size = engine.model_config.vocab_size
@@ -200,15 +129,10 @@ def compare_static(args: argparse.Namespace, limits: list[int]) -> dict[str, dic
     return table
 
 
-def _params(length: int) -> SamplingParams:
-    return SamplingParams(
-        temperature=0, max_tokens=length, ignore_eos=True, output_kind=RequestOutputKind.DELTA
-    )
-
-
 def _workload(args: argparse.Namespace, engine: LLMEngine) -> Workload:
+    """Return the requests that the command line asks for."""
     return make_workload(
-        args.num_requests,
+        args.num_requests // args.n,
         args.seed,
         prompt_mean=args.prompt_mean,
         output_mean=args.output_mean,
@@ -229,6 +153,10 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--dtype", default="auto")
     parser.add_argument("--num-threads", type=int, default=os.cpu_count())
     parser.add_argument("--repeat", type=int, default=1, help="runs; the median is reported")
+    parser.add_argument("--shared-prefix", metavar="LENGTHS", help="tokens that all prompts begin with")
+    parser.add_argument(
+        "-n", type=int, default=1, help="outputs of a request, of which there are as many less"
+    )
     parser.add_argument("--static", metavar="LIMITS", help="limits of running sequences, such as 8,16,64")
     parser.add_argument("--peer", choices=("transformers",))
     parser.add_argument("--peer-python", metavar="PYTHON", help="the interpreter that has the peer installed")
@@ -245,20 +173,35 @@ def main() -> None:
     figures: dict[str, Any] = {}
     if args.static:
         figures["static"] = compare_static(args, [int(limit) for limit in args.static.split(",")])
+    elif args.shared_prefix:
+        lengths = [int(length) for length in args.shared_prefix.split(",")]
+        figures["shared_prefix"] = compare_prefixes(
+            partial(make_engine, args), lengths, args.num_requests, args.seed, args.repeat
+        )
+    elif args.n > 1:
+        figures["sampling"] = compare_sampling(
+            partial(make_engine, args), partial(_workload, args), args.num_requests, args.n, args.repeat
+        )
     else:
-        engine = make_engine(args, 256)
-        workload = _workload(args, engine)
-        results = sorted((run(engine, workload) for _ in range(args.repeat)), key=lambda r: r.seconds)
-        print(f"{len(workload.prompts)} requests, {sum(map(len, workload.prompts))} prompt tokens")
-        figures["cupaged"] = report(results[len(results) // 2], engine)
-        engine.close()
-        if args.peer:
-            peer = figures["peer"] = run_peer(args, workload)
-            rate = peer["output_tokens_per_second"]
-            figures["ratio"] = figures["cupaged"]["output_tokens_per_second"] / rate
-            print(f"  {peer['what']}: {rate:.1f} output tokens/s")
-            print(f"  cupaged over it: {figures['ratio']:.2f}x")
+        figures |= measure(args)
     print(json.dumps(figures))
+
+
+def measure(args: argparse.Namespace) -> dict[str, Any]:
+    """Print throughput and latencies, and the peer's throughput beside them."""
+    engine = make_engine(args, 256)
+    workload = _workload(args, engine)
+    results = sorted((run(engine, workload) for _ in range(args.repeat)), key=lambda r: r.seconds)
+    print(f"{len(workload.prompts)} requests, {sum(map(len, workload.prompts))} prompt tokens")
+    figures: dict[str, Any] = {"cupaged": report(results[len(results) // 2], engine)}
+    engine.close()
+    if args.peer:
+        peer = figures["peer"] = run_peer(args, workload)
+        rate = peer["output_tokens_per_second"]
+        figures["ratio"] = figures["cupaged"]["output_tokens_per_second"] / rate
+        print(f"  {peer['what']}: {rate:.1f} output tokens/s")
+        print(f"  cupaged over it: {figures['ratio']:.2f}x")
+    return figures
 
 
 if __name__ == "__main__":

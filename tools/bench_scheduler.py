@@ -1,101 +1,189 @@
-"""Microseconds of host time that the scheduler takes per step: schedule + pack, and update.
+"""Microseconds of host time that a scheduler's step takes, schedule + pack and update, by what happens in it.
 
-All sequences decode steadily from random contexts of 64 to 448 tokens, in a pool of 100,000 blocks of 16; the
-figures are medians over steps. The comparison is vLLM 0.32's Python scheduler (schedule + update, without
-packing) on a machine of the same kind.
+    python tools/bench_scheduler.py [--running 256,4096]
 
-    python tools/bench_scheduler.py
+decode    every sequence computes one token, from contexts of 64 to 448 tokens on; beside vLLM 0.32's Python
+          scheduler (schedule + update, without packing) on a machine of the same kind
+turnover  one of 256 sequences ends in each step, and another enters whose prompt is not cached; the pool is
+          so small that cached blocks are evicted for it
+forks     turnover of requests with 4 sequences each; the steps in which some fork or copy a block on write
+copies    the step in which half of all sequences copy a block on write, as all requests have just forked
+swaps     turnover in a pool that is too small; the steps in which blocks are swapped out or in
+beams     every request keeps 4 beams and chooses anew in each step; continue_beams counts as update
+
+The first two run with the prefix cache on and off in turn: the difference is what it costs where nothing is
+found, and stands beside a GPU's step of 5 ms. All else runs with it on. Figures are medians over the steps of
+several runs. A lookup is of 4,096 tokens, all of them cached. The last line is JSON.
 """
 
+import argparse
 import json
+from collections.abc import Callable
+from functools import partial
 from time import perf_counter
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from cupaged.batch import Batch, Flag, StepOutput
-from cupaged.sampling_params import SamplingParams
-from cupaged.scheduler.scheduler import Scheduler
-from cupaged.sequence import Sequence
+from cupaged.scheduler.counters import Counter
+from cupaged.scheduler.prefix_cache import lookup_prefix
+from tools.scheduler_load import BLOCK_SIZE, Load, Step
 
-NUM_BLOCKS = 100_000
-BLOCK_SIZE = 16
-NUM_STEPS = 100
-MAX_MODEL_LEN = 4096
-VLLM_MS = {64: 1.0, 256: 3.7, 1024: 16.7, 4096: 88.0}  # by running sequences
-
-
-def output_of(batch: Batch) -> StepOutput:
-    """Return what a worker would: token 7 for each sequence that samples."""
-    samples = batch.flags & int(Flag.SAMPLES)
-    return StepOutput(np.full((batch.num_seqs, 1), 7, np.int32), samples.astype(np.int32))
+NUM_STEPS = 60  # of a run, that count
+NUM_RUNS = 3
+GPU_STEP_US = 5000.0
+CACHE_TARGET = 0.01  # of GPU_STEP_US, where nothing is found
+TARGET_US = {256: 200.0, 4096: 2000.0}  # a step, by running sequences
+LOOKUP_TARGET_US = 60.0
+LOOKUP_TOKENS = 4096
+NUM_LOOKUPS = 64  # prompts, looked up in turn
+VLLM_US = {64: 1e3, 256: 3.7e3, 1024: 16.7e3, 4096: 88e3}  # by running sequences
+TURNOVER = 256  # steps until a sequence ends
 
 
-def start(num_seqs: int) -> Scheduler:
-    """Return a scheduler whose `num_seqs` sequences have all been prefilled."""
-    rng = np.random.default_rng(0)
-    scheduler = Scheduler(
-        num_blocks=NUM_BLOCKS,
-        block_size=BLOCK_SIZE,
-        max_num_seqs=num_seqs,
-        max_num_batched_tokens=65536,  # so that all are prefilled within few steps
-        max_model_len=MAX_MODEL_LEN,
-    )
-    for i, length in enumerate(rng.integers(64, 449, num_seqs).tolist()):
-        scheduler.add(
-            Sequence(
-                request_id=str(i),
-                prompt_token_ids=rng.integers(10, 1000, length).astype(np.int32),
-                params=SamplingParams(max_tokens=None),
-                max_total_tokens=MAX_MODEL_LEN,
-                stop_token_ids=(2,),
-            )
-        )
-    while True:
-        batch = scheduler.schedule()
-        assert batch is not None
-        scheduler.update(batch, output_of(batch))
-        if batch.num_decodes == num_seqs:
-            return scheduler
+class Scenario(NamedTuple):
+    """Which scheduler runs, and which of its steps count."""
+
+    create: Callable[..., Load]  # (number of running sequences, enable_prefix_caching=)
+    counts: Callable[[Step, int], bool]  # of a step and that number
+    num_warm_steps: int = 0
+    num_steps: int = NUM_STEPS
+    num_runs: int = NUM_RUNS
 
 
-def measure(num_seqs: int) -> tuple[float, float, float]:
-    """Return the median microseconds of schedule + pack, of update and of both together."""
-    scheduler = start(num_seqs)
-    times = np.empty((NUM_STEPS, 3))
-    for step in range(NUM_STEPS):
-        begin = perf_counter()
-        batch = scheduler.schedule()
-        scheduled = perf_counter()
-        assert batch is not None
-        assert batch.num_seqs == num_seqs
-        output = output_of(batch)
-        returned = perf_counter()
-        scheduler.update(batch, output)
-        times[step, 0] = scheduled - begin
-        times[step, 1] = perf_counter() - returned
-    times[:, 2] = times[:, 0] + times[:, 1]
-    schedule, update, total = (np.median(times, axis=0) * 1e6).tolist()
-    return schedule, update, total
+class Timing(NamedTuple):
+    """Medians over steps, in microseconds."""
+
+    schedule: float
+    update: float
+    total: float
+
+
+def _turnover(num_seqs: int, *, blocks_each: int = 32, num_output: int = TURNOVER, **options: Any) -> Load:
+    return Load(num_seqs, num_blocks=blocks_each * num_seqs, num_output=num_output, **options)
+
+
+def _swaps(num_seqs: int, **options: Any) -> Load:
+    host: dict[str, Any] = {"num_host_blocks": 32 * num_seqs, "preemption_mode": "swap"}
+    return _turnover(num_seqs, blocks_each=20, **host, **options)
+
+
+TURNED_OVER = 128  # steps, until the pool is full of blocks that are cached
+COMPARED = {  # with the prefix cache on and off
+    "decode": Scenario(Load, lambda step, num_seqs: step.num_decodes == num_seqs),
+    "turnover": Scenario(_turnover, lambda step, num_seqs: step.num_tokens > num_seqs, TURNED_OVER),
+}
+SCENARIOS = {
+    "forks": Scenario(
+        partial(_turnover, width=4, num_output=TURNOVER // 4),
+        lambda step, num_seqs: step.num_decodes > num_seqs // 2 and step.num_forks + step.num_copies > 0,
+        TURNED_OVER,
+    ),
+    "copies": Scenario(
+        partial(Load, width=4, prompt_lengths=(17, 31)),
+        lambda step, num_seqs: step.num_copies >= num_seqs // 2,
+        num_steps=1,
+        num_runs=11,
+    ),
+    "swaps": Scenario(_swaps, lambda step, num_seqs: step.num_swaps > 0, TURNED_OVER),  # noqa: ARG005
+    "beams": Scenario(
+        partial(Load, width=4, is_beam=True), lambda step, num_seqs: step.num_decodes == num_seqs, 10
+    ),
+}
+
+
+def run(scenario: Scenario, num_seqs: int, *, caching: bool = True) -> list[Step]:
+    """Return the steps of one run that count."""
+    load = scenario.create(num_seqs, enable_prefix_caching=caching)
+    for _ in range(scenario.num_warm_steps):
+        load.step()
+    steps: list[Step] = []
+    while len(steps) < scenario.num_steps:
+        step = load.step()
+        if scenario.counts(step, num_seqs):
+            steps.append(step)
+    assert load.scheduler.counters[Counter.PREFIX_HIT_TOKENS] == 0, "a prompt was found in the cache"
+    return steps
+
+
+def median(steps: list[Step]) -> Timing:
+    """Return the medians of schedule + pack, update, and both together."""
+    seconds = np.array([(step.schedule, step.update, step.schedule + step.update) for step in steps])
+    return Timing(*(np.median(seconds, axis=0) * 1e6).tolist())
+
+
+def compare(scenario: Scenario, num_seqs: int) -> tuple[Timing, Timing]:
+    """Return the timings with the prefix cache on and off, from runs in turn."""
+    steps: dict[bool, list[Step]] = {True: [], False: []}
+    for _ in range(scenario.num_runs):
+        for caching, found in steps.items():
+            found += run(scenario, num_seqs, caching=caching)
+    return median(steps[True]), median(steps[False])
+
+
+def lookup_us(num_prompts: int = NUM_LOOKUPS) -> float:
+    """Return the median time of a lookup of LOOKUP_TOKENS tokens, all of which are found; prompts in turn."""
+    lengths = (LOOKUP_TOKENS, LOOKUP_TOKENS)
+    load = Load(num_prompts, prompt_lengths=lengths, max_model_len=2 * LOOKUP_TOKENS, num_output=1)
+    groups = list(load.groups)
+    while any(group.unfinished for group in groups):
+        load.step()
+    cache = load.scheduler.block_manager.blocks.cache
+    blocks = np.empty(LOOKUP_TOKENS // BLOCK_SIZE, np.int32)
+    times = []
+    for _ in range(1 + NUM_RUNS):  # the first compiles
+        for group in groups:
+            begin = perf_counter()
+            num_found = lookup_prefix(cache, group.prompt_token_ids, 0, blocks)
+            times.append(perf_counter() - begin)
+            assert num_found == blocks.size, f"{num_found} of {blocks.size} blocks were found"
+    return float(np.median(times[num_prompts:])) * 1e6
+
+
+def report(name: str, num_seqs: int, timing: Timing) -> dict[str, Any]:
+    """Print a row for people; return it for scripts."""
+    row: dict[str, Any] = {"scenario": name, "running": num_seqs}
+    row |= {f"{part}_us": round(value, 1) for part, value in timing._asdict().items()}
+    said = ""
+    if num_seqs in TARGET_US:
+        row["target_us"] = TARGET_US[num_seqs]
+        said += f"{TARGET_US[num_seqs]:8.0f}"
+    if name == "decode":
+        row["vllm_us"] = VLLM_US.get(num_seqs)
+        said += f"   vLLM 0.32: {VLLM_US[num_seqs]:.0f}, {VLLM_US[num_seqs] / timing.total:.0f}x"
+    times = "".join(f"{value:10.0f}" for value in timing)
+    print(f"{name:18}{num_seqs:8}{times}{said}", flush=True)
+    return row
 
 
 def main() -> None:
     """Print the table and a last line of JSON."""
-    print("running  schedule + pack us  update us  total us  vLLM 0.32 us  ratio")
-    results = []
-    for num_seqs, vllm_ms in VLLM_MS.items():
-        schedule, update, total = measure(num_seqs)
-        ratio = vllm_ms * 1e3 / total
-        print(f"{num_seqs:7d}{schedule:20.0f}{update:11.0f}{total:10.0f}{vllm_ms * 1e3:14.0f}{ratio:6.0f}x")
-        results.append(
-            {
-                "running": num_seqs,
-                "schedule_us": round(schedule, 1),
-                "update_us": round(update, 1),
-                "total_us": round(total, 1),
-                "vllm_ratio": round(ratio, 1),
-            }
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--running", default="64,256,1024,4096", help="sequences, such as 256,4096")
+    running = [int(number) for number in parser.parse_args().running.split(",")]
+    print(f"{'us a step':18}{'running':>8}{'schedule':>10}{'update':>10}{'total':>10}{'target':>8}")
+    rows, costs = [], []
+    for num_seqs in running:
+        for name, scenario in COMPARED.items():
+            on, off = compare(scenario, num_seqs)
+            rows += [report(name, num_seqs, on), report(f"{name}, no cache", num_seqs, off)]
+            cost = {"scenario": name, "running": num_seqs, "cost_us": round(on.total - off.total, 1)}
+            costs.append(cost | {"share_of_gpu_step": round((on.total - off.total) / GPU_STEP_US, 4)})
+        for name, scenario in SCENARIOS.items():
+            steps = [step for _ in range(scenario.num_runs) for step in run(scenario, num_seqs)]
+            rows.append(report(name, num_seqs, median(steps)))
+    for cost in costs:
+        print(
+            f"prefix cache with no hits, {cost['scenario']}, {cost['running']} running: "
+            f"{cost['cost_us']} us, {cost['share_of_gpu_step']:.1%} of a GPU's step, goal {CACHE_TARGET:.0%}"
         )
-    print(json.dumps({"bench": "scheduler", "blocks": NUM_BLOCKS, "results": results}))
+    lookup = lookup_us()
+    print(
+        f"lookup of {LOOKUP_TOKENS} tokens, all found: {lookup:.1f} us, goal at most {LOOKUP_TARGET_US:.0f}"
+    )
+    print(json.dumps({"bench": "scheduler", "results": rows, "cache": costs, "lookup_us": round(lookup, 1)}))
 
 
 if __name__ == "__main__":

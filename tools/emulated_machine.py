@@ -13,7 +13,9 @@ from numpy.typing import NDArray
 from cupaged.kernels import launch
 from cupaged.kernels.launch import Array
 from tools.kernel_cases.case import Attention, Case, HostArrays, Maker, Shape
-from tools.machine import SWAP_BYTES, CountedDevice, Generate, Mark, Times, summarize
+from tools.machine import CountedDevice, Generate, Mark, Times, summarize
+
+SMALL_COPY = 2 << 20  # bytes
 
 
 class GpuArrays(HostArrays):
@@ -79,12 +81,12 @@ class EmulatedMachine:
         a = np.ones((256, 256), np.float32)
         return 2 * len(a) ** 3 / _seconds(lambda: a @ a)
 
-    def swap_bandwidth(self) -> dict[str, float]:
+    def link_bandwidth(self) -> dict[str, float]:
         gpu: Any = self.gpu()
-        host, memory = gpu.pin(SWAP_BYTES), gpu.allocate(SWAP_BYTES)
+        host, memory = gpu.pin(SMALL_COPY), gpu.allocate(SMALL_COPY)
         return {
-            "to_device": SWAP_BYTES / gpu.seconds(lambda: gpu.to_device(memory, host)),
-            "to_host": SWAP_BYTES / gpu.seconds(lambda: gpu.to_host(host, memory)),
+            "to_host": SMALL_COPY / gpu.seconds(lambda: gpu.to_host(host, memory)),
+            "to_device": SMALL_COPY / gpu.seconds(lambda: gpu.to_device(memory, host)),
         }
 
     def gpu(self) -> CountedDevice:

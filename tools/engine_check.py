@@ -9,7 +9,7 @@ import numpy as np
 from cupaged.backend.base import Backend
 from cupaged.backend.cuda import CudaBackend
 from cupaged.config import EngineConfig
-from tools.agreement import CreateBackend, Trace, compare, follow, reference, tolerance
+from tools.agreement import WAYS, CreateBackend, Trace, compare, follow, reference, tolerance
 from tools.engine_model import Workload
 from tools.engine_timed import TimedEngine
 from tools.machine import Machine
@@ -40,6 +40,14 @@ def check_agreement(machine: Machine, model_dir: Path) -> dict[str, Any]:
             f"{errors.max():.4g}; without them it {found['agreement']}"
         )
     return found
+
+
+def check_way(machine: Machine, model_dir: Path, way: str) -> dict[str, Any]:
+    """Hold the device to the CPU backend while its requests are run in one of agreement's WAYS."""
+    lead = reference(model_dir)
+    trace = follow(model_dir, lead, backend_creator(machine), WAYS[way])
+    happened = {counter.name.lower(): int(trace.counters[counter]) for counter in WAYS[way].happens}
+    return _held(model_dir, lead, trace) | {"happened": happened}
 
 
 def check_emulator(machine: Machine, model_dir: Path) -> dict[str, Any]:
@@ -74,7 +82,7 @@ def check_graphs(machine: Machine, model_dir: Path) -> dict[str, Any]:
 
 def _generate(machine: Machine, model_dir: Path, **options: Any) -> list[list[tuple[int, Any]]]:
     """Return the tokens of each request, each with its log-probabilities."""
-    engine = TimedEngine(machine, model_dir, max_model_len=96, max_num_seqs=16, **options)
+    engine = TimedEngine(machine, model_dir, max_model_len=96, max_num_seqs=16, swap_space=0, **options)
     for i, work in enumerate(GRAPH_WORKLOADS):
         engine.add(work, temperature=i % 2, logprobs=5)
     outputs = [output.outputs[0] for output in engine.run()]

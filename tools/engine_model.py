@@ -21,6 +21,7 @@ ROPE_SCALING = {
     "original_max_position_embeddings": 8192,
 }
 FIRST_TOKEN = len(SPECIAL_TOKENS)  # prompts have no special ones
+BLOCK_TOKENS = 16  # of a KV block, by default
 
 
 class Workload(NamedTuple):
@@ -46,6 +47,9 @@ class Bench(NamedTuple):
     max_model_len: int
     num_timed_steps: int  # of decodes, with graphs and without
     num_prefills: int
+    fork: Workload  # all its prompts in one step, none ends with a block
+    num_forks: int  # sequences of each of its requests
+    swap_space: float | None = None  # GiB; None = the engine's default
 
     @property
     def products(self) -> list[Gemm]:
@@ -67,6 +71,8 @@ REAL = Bench(
     max_model_len=8192 + 16,  # the longest prompt, and what it generates
     num_timed_steps=24,
     num_prefills=5,
+    fork=Workload(64, 120, 12),
+    num_forks=4,
 )
 # For a dry run: as little as shows that every line runs.
 TINY_SHAPE = Shape(
@@ -87,6 +93,9 @@ TINY = Bench(
     max_model_len=80,
     num_timed_steps=3,
     num_prefills=2,
+    fork=Workload(1, 24, 12),
+    num_forks=3,
+    swap_space=8 * BLOCK_TOKENS * TINY_SHAPE.kv_bytes / 2**30,
 )
 
 

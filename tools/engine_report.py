@@ -28,7 +28,9 @@ def engine_summary(
         "emulator": done.get("emulator"),
         "load": done.get("load engine"),
         "memory": done.get("memory"),
-        "swap": done.get("swap bandwidth"),
+        "link": done.get("link bandwidth"),
+        "swap": _swap_row(done),
+        "fork": _fork_row(done, rates),
         "steps": [
             _step_row(step, row, rates, predicted.get(step.name))
             for step in bench.steps
@@ -84,6 +86,30 @@ def _workload_row(work: Workload, done: Mapping[str, Row]) -> Row:
     }
 
 
+def _swap_row(done: Mapping[str, Row]) -> Row | None:
+    """Return the rate of swaps each way, and its share of what one large copy attains in the same run."""
+    found, link = done.get("swap blocks"), done.get("link bandwidth", {})
+    if found is None or "skipped" in found:
+        return found
+    shares = {f"{way}_share": found[way] / link[way] for way in ("to_host", "to_device") if way in link}
+    return found | shares
+
+
+def _fork_row(done: Mapping[str, Row], rates: Rates | None) -> Row | None:
+    """Return what copy-on-write adds to a step, beside the least that the copies take."""
+    found = done.get("fork step")
+    if found is None:
+        return None
+    least = 2 * found["copied_bytes"] / rates.bytes_per_second if rates else None
+    return {
+        "num_seqs": found["num_seqs"],
+        "num_copies": found["num_copies"],
+        "us": found["seconds"] * 1e6,
+        "plain_us": found["plain_seconds"] * 1e6,
+        "least_us": _us(least),
+    }
+
+
 def _gemm_row(product: Gemm, found: Row, rates: Rates | None, gpu: str) -> Row:
     roofline = None
     if rates:
@@ -117,12 +143,31 @@ def engine_lines(engine: Row) -> list[str]:
             f"reserve of {memory['reserve_bytes'] >> 20}, of them "
             f"{memory['driver_bytes_without_graphs'] >> 20} before it had {memory['num_graphs']} graphs"
         )
-    if swap := engine["swap"]:
-        rates = ", ".join(f"{name} {rate / 1e9:.1f}" for name, rate in swap.items())
-        lines.append(f"swap, GB/s: {rates}")
+    lines += _block_lines(engine)
     lines += _table(engine["steps"], "step", STEP_COLUMNS)
     lines += _table(engine["gemms"], "gemm", GEMM_COLUMNS)
     lines += _table(engine["workloads"], "workload", WORKLOAD_COLUMNS)
+    return lines
+
+
+def _block_lines(engine: Row) -> list[str]:
+    """Return the lines on what moves whole blocks."""
+    lines = []
+    if link := engine["link"]:
+        rates = ", ".join(f"{name} {rate / 1e9:.1f}" for name, rate in link.items())
+        lines.append(f"link to the host, GB/s: {rates}")
+    if (swap := engine["swap"]) and "skipped" not in swap:
+        ways = (
+            f"{way} {swap[way] / 1e9:.1f} ({_cell('_share', swap.get(f'{way}_share'))} of the link)"
+            for way in ("to_host", "to_device")
+        )
+        lines.append(f"swap of {swap['num_blocks']} blocks, GB/s: {', '.join(ways)}")
+    if fork := engine["fork"]:
+        lines.append(
+            f"decode of {fork['num_seqs']} sequences that copies {fork['num_copies']} blocks on write: "
+            f"{fork['us']:.1f} us, without copies {fork['plain_us']:.1f}; the copies need "
+            f"{_cell('', fork['least_us'])} at least"
+        )
     return lines
 
 

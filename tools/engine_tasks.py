@@ -9,8 +9,10 @@ from time import perf_counter
 from typing import Any
 
 from cupaged.backend.cpu import CpuBackend
-from cupaged.scheduler.scheduler import Scheduler
-from tools.engine_check import check_agreement, check_emulator, check_graphs, check_memory
+from cupaged.scheduler.warm_up import warm_up
+from tools.agreement import WAYS
+from tools.engine_check import check_agreement, check_emulator, check_graphs, check_memory, check_way
+from tools.engine_memory import time_forks, time_swaps
 from tools.engine_model import Bench, write_model
 from tools.engine_timed import TimedEngine
 from tools.engine_times import time_gemm, time_step, time_workload
@@ -34,6 +36,8 @@ class EngineTasks:
             return compile_twins()
         if kind == "agreement":
             return check_agreement(machine, self._checkpoint(what))
+        if kind in WAYS:
+            return check_way(machine, self._checkpoint(what), kind)
         if kind == "graphs":
             return check_graphs(machine, self._checkpoint("clear_llama"))
         if kind == "emulator":
@@ -49,14 +53,18 @@ class EngineTasks:
         if kind == "generate":
             work = next(work for work in bench.workloads if str(work) == what)
             return {"seconds": time_workload(self.engine, work)}
+        if kind == "fork":
+            return time_forks(machine, self.engine, bench)
+        if kind == "swap":
+            return time_swaps(machine, self.engine)
         if kind == "memory":
             return check_memory(self.engine)
         self._close_engine()  # it leaves no memory to what follows
         if kind == "gemm":
             product = next(product for product in bench.products if str(product) == what)
             return time_gemm(machine, product)._asdict()
-        if kind == "swap":
-            return dict(machine.swap_bandwidth())
+        if kind == "link":
+            return dict(machine.link_bandwidth())
         raise ValueError(f"no task {name!r}; tools/gpu_tasks.py names them all")
 
     @property
@@ -71,6 +79,7 @@ class EngineTasks:
                 max_num_seqs=bench.max_num_seqs,
                 max_num_batched_tokens=bench.max_num_batched_tokens,
                 max_model_len=bench.max_model_len,
+                swap_space=bench.swap_space,
             )
         return self._engine
 
@@ -114,8 +123,5 @@ def compile_twins() -> dict[str, Any]:
     """Have Numba compile what an engine and the CPU backend need, so that nobody waits for it later."""
     for dtype in ("bfloat16", "float16"):
         CpuBackend(dtype)
-    scheduler = Scheduler(
-        num_blocks=8, block_size=16, max_num_seqs=2, max_num_batched_tokens=16, max_model_len=32
-    )
-    scheduler.warm_up()
+    warm_up()
     return {}

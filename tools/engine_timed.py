@@ -27,11 +27,16 @@ from tools.machine import Machine, Mark
 
 
 class MarkedBackend:
-    """A backend that marks the beginning of each step, and can leave its graphs out for a while."""
+    """A backend that marks the beginning of each step, and can leave its graphs out for a while.
+
+    It also keeps the pools that it made last, for those who time what is done with whole blocks.
+    """
 
     def __init__(self, backend: CudaBackend, mark: Callable[[], Mark]) -> None:
         self._backend, self._mark = backend, mark
         self.is_eager = False
+        self.pool: Array = None  # of KV blocks on the device
+        self.host_pool: Array = None  # of those that are swapped out; None = there is none
         self.begin: Mark = None  # of the last step
         self.driver_bytes_before: list[int] = []  # each step of warm_up: the first, then one a graph
 
@@ -47,6 +52,16 @@ class MarkedBackend:
             return step(batch)
 
         self._backend.warm_up(noted)
+
+    def create_pool(self, shape: tuple[int, ...]) -> Array:
+        """Make the pool, and keep it."""
+        self.pool = self._backend.create_pool(shape)
+        return self.pool
+
+    def create_host_pool(self, shape: tuple[int, ...]) -> Array:
+        """Make the host's pool, and keep it."""
+        self.host_pool = self._backend.create_host_pool(shape)
+        return self.host_pool
 
     def upload(self, batch: Batch) -> Batch:
         """Upload, and mark."""
@@ -67,6 +82,7 @@ class TimedStep(NamedTuple):
     num_seqs: int
     num_decodes: int
     num_cached: int  # tokens of all sequences once the step is done
+    num_copies: int  # blocks that copy-on-write copied before it
     host_seconds: float  # of submitting it
 
 
@@ -97,7 +113,8 @@ class TimedExecutor(UniprocExecutor):
         host_seconds = perf_counter() - start
         cached = int(batch.seq_lens.sum())
         marks = (self.backend.begin, self._machine.mark())
-        self.steps.append(TimedStep(*marks, batch.num_seqs, batch.num_decodes, cached, host_seconds))
+        counts = (batch.num_seqs, batch.num_decodes, cached, len(batch.copy))
+        self.steps.append(TimedStep(*marks, *counts, host_seconds))
         return handle
 
 

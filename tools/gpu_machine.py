@@ -24,9 +24,8 @@ from tools.gpu_specs import ARCHITECTURES, blocks_per_sm
 from tools.kernel_cases.case import Attention, Case, HostArrays, Maker, Shape
 from tools.kernel_cases.launches import instances
 from tools.machine import (
+    LINK_BYTES,
     NUM_REPEATS,
-    NUM_SWAPS,
-    SWAP_BYTES,
     Generate,
     Mark,
     Times,
@@ -37,7 +36,7 @@ from tools.machine import (
 
 COPY_BYTES = 4 << 30
 MATMUL_SIZE = 8192  # rows and columns, of which an H200 was seen to do 790 TFLOP/s through PyTorch
-NUM_SWAP_REPEATS = 5  # the best counts
+NUM_LINK_REPEATS = 5  # the best counts
 CHUNK = 1 << 22  # random numbers that all large arrays are made of
 PACKAGES = ("nvidia-cublas", "numpy", "numba", "torch", "transformers")  # whose versions may matter
 STATE = (  # that nvidia-smi tells of
@@ -223,26 +222,25 @@ class GpuMachine:
         with stream:  # cuBLAS runs on CuPy's current stream
             return 2 * MATMUL_SIZE**3 / statistics.median(self._seconds(stream, lambda: a @ b))
 
-    def swap_bandwidth(self) -> dict[str, float]:
-        runtime, gpu, total = self._cupy.cuda.runtime, self.gpu(), NUM_SWAPS * SWAP_BYTES
+    def link_bandwidth(self) -> dict[str, float]:
+        runtime, gpu = self._cupy.cuda.runtime, self.gpu()
         kinds = {"to_host": runtime.memcpyDeviceToHost, "to_device": runtime.memcpyHostToDevice}
-        places = {name: (gpu.pin(total), gpu.allocate(total)) for name in kinds}
+        places = {name: (gpu.pin(LINK_BYTES), gpu.allocate(LINK_BYTES)) for name in kinds}
         streams = {name: self._cupy.cuda.Stream(non_blocking=True) for name in kinds}
 
         def seconds(*names: str) -> float:
             self.synchronize()
             start = perf_counter()
-            for offset in range(0, total, SWAP_BYTES):
-                for name in names:
-                    host, memory = places[name][0].ctypes.data + offset, places[name][1].data.ptr + offset
-                    ends = (host, memory) if name == "to_host" else (memory, host)
-                    runtime.memcpyAsync(*ends, SWAP_BYTES, kinds[name], streams[name].ptr)
+            for name in names:
+                host, memory = places[name][0].ctypes.data, places[name][1].data.ptr
+                ends = (host, memory) if name == "to_host" else (memory, host)
+                runtime.memcpyAsync(*ends, LINK_BYTES, kinds[name], streams[name].ptr)
             self.synchronize()
             return perf_counter() - start
 
         asked = {name: (name,) for name in kinds} | {"both": tuple(kinds)}
         return {
-            name: len(names) * total / min(seconds(*names) for _ in range(NUM_SWAP_REPEATS))
+            name: len(names) * LINK_BYTES / min(seconds(*names) for _ in range(NUM_LINK_REPEATS))
             for name, names in asked.items()
         }
 

@@ -12,6 +12,7 @@ from tools.kernel_cases import GOLDENS, PROBES, TIMED, TRAFFIC
 from tools.kernel_cases.case import Case
 
 CHECKPOINTS = ("clear_llama", "clear_mistral", "clear_qwen3", "clear_llama_f16")  # of make_tiny_model
+WAYS = ("swapped", "cached", "forked")  # of agreement; "agreement" itself is of the one that recomputes
 
 
 class Part(NamedTuple):
@@ -54,15 +55,23 @@ def parts(dry_run: bool, *, kernels_only: bool) -> list[Part]:
     of_kernels = Part(kernels, most_seconds=150.0)
     if kernels_only:
         return [of_kernels, Part(sdpa, most_seconds=100.0, first_decides=False)]
-    checks = ["twins", *(f"agreement {name}" for name in CHECKPOINTS[: 1 if dry_run else None]), "graphs"]
+    num_checkpoints, num_in_ways = (1, 1) if dry_run else (len(CHECKPOINTS), 2)
+    checks = [
+        "twins",
+        *(f"agreement {name}" for name in CHECKPOINTS[:num_checkpoints]),
+        *(f"{way} {name}" for way in WAYS for name in CHECKPOINTS[:num_in_ways]),
+        "graphs",
+    ]
     engine = [
         "load engine",
         *(f"step {step.name}" for step in bench.steps),
         *(f"generate {work}" for work in bench.workloads),
+        "fork step",
+        "swap blocks",
         "memory",
         *(() if dry_run else ("emulator",)),  # a dry run's GPU is the emulator
     ]
-    products = [*(f"gemm {product}" for product in bench.products), "swap bandwidth"]
+    products = [*(f"gemm {product}" for product in bench.products), "link bandwidth"]
     others = [*sdpa, *(f"transformers {work}" for work in bench.workloads)]
     return [
         of_kernels,
@@ -85,12 +94,17 @@ PLANNED = {
     "time": 1.2,
     "twins": 20.0,
     "agreement": 10.0,
+    "swapped": 2.0,
+    "cached": 2.0,
+    "forked": 2.0,
     "graphs": 6.0,
     "load": 35.0,
     "step": 4.0,
     "generate": 2.0,
+    "fork": 2.0,
+    "swap": 1.0,
     "gemm": 0.6,
-    "swap": 2.0,
+    "link": 2.0,
     "emulator": 20.0,
     "sdpa": 4.0,
     "transformers": 12.0,
@@ -99,7 +113,8 @@ OTHERS = 0.5
 STARTING = 3.0  # a process
 PATIENCE = 4.0  # a task that takes so many times as long is given up,
 SHORTEST = 20.0  # but not before so many seconds
-NEED_ENGINE = ("step", "generate", "memory")  # and load it anew where an error ended the process before
+# They load the engine anew where an error ended the process before.
+NEED_ENGINE = ("step", "generate", "fork", "swap", "memory")
 
 
 def planned_seconds(task: str) -> float:

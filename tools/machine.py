@@ -21,8 +21,7 @@ NUM_WARM_UPS = 10  # repeats before those that count, 50 ms in which the clocks 
 NUM_REPEATS = 20  # the median counts
 GRAPH_SECONDS = 5e-3  # about as long a graph is made; a gap of some us before it does not matter
 MAX_CALLS = 256  # in a graph
-SWAP_BYTES = 2 << 20  # of a copy: a block of an 8B llama
-NUM_SWAPS = 256
+LINK_BYTES = 512 << 20  # of a copy between host and device
 
 Mark = Any  # a place in the stream of the machine's GPU
 Generate = Callable[[int, int, int], float]  # (num_seqs, prompt_length, output_length) -> seconds
@@ -81,8 +80,8 @@ class Machine(Protocol):
     def matmul_flops(self) -> float:
         """Return the FLOPs a second of a large bf16 product."""
 
-    def swap_bandwidth(self) -> Mapping[str, float]:
-        """Return the bytes a second of copies between pinned and device memory, SWAP_BYTES each.
+    def link_bandwidth(self) -> Mapping[str, float]:
+        """Return the bytes a second of one copy of LINK_BYTES between pinned and device memory.
 
         "to_host", "to_device", and "both" at once on two streams.
         """

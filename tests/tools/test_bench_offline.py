@@ -1,14 +1,17 @@
-"""bench_offline: the workload is what the seed says, and static batching computes what padding costs."""
+"""bench_offline: workloads are what the seed says, static batching computes padding, sharing saves blocks."""
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
 from cupaged.config import EngineConfig
 from cupaged.engine.llm_engine import LLMEngine
-from tools.bench_offline import LONGEST, SHORTEST, Workload, make_workload, run, run_static
+from tools.bench_offline import run_static
+from tools.offline_runs import LONGEST, SHORTEST, Workload, make_workload, run
+from tools.offline_sharing import CreateEngine, compare_prefixes, compare_sampling
 
 
 @pytest.fixture(scope="module")
@@ -43,3 +46,44 @@ def test_static_run_waits_for_the_slowest_of_each_batch(engine: LLMEngine) -> No
     _, num_steps = run_static(engine, Workload([[5] * 9, [6] * 20, [7] * 3], [4, 1, 6]), limit=2)
 
     assert num_steps == 4 + 6
+
+
+@pytest.fixture
+def create_engine(tiny_llama_dir: Path) -> CreateEngine:
+    """Make engines for what a tiny model can do."""
+
+    def create(max_num_seqs: int, **options: Any) -> LLMEngine:
+        options |= {"max_model_len": 256, "max_num_batched_tokens": 128}
+        return LLMEngine(EngineConfig.create(tiny_llama_dir, max_num_seqs=max_num_seqs, **options))
+
+    return create
+
+
+def test_a_prefix_that_all_share_is_stored_once(create_engine: CreateEngine) -> None:
+    found = compare_prefixes(create_engine, [64, 96], 6, seed=1, repeat=1)
+
+    assert found.keys() == {"64", "96"}
+    for row in found.values():
+        assert row["speedup"] > 0
+        assert row["memory_saved"] > 0.3
+        assert row["shared_blocks"] > 0.3
+
+
+def test_outputs_of_one_request_share_its_prompt(create_engine: CreateEngine) -> None:
+    workload = Workload([[5] * 49, [6] * 33], [4, 9])
+
+    found = compare_sampling(create_engine, lambda _: workload, 8, 4, repeat=2)
+
+    over_own = found["over_requests_of_their_own"]
+    # A prompt's full blocks, 3 and 2, are stored once where four requests store them four times.
+    assert over_own["other_peak_blocks"] - over_own["peak_blocks"] == 3 * (3 + 2)
+    assert found["over_cache_off"]["memory_saved"] == 0
+    assert over_own["shared_blocks"] > 0.3
+
+
+def test_each_sequence_has_its_first_token_and_its_pauses(engine: LLMEngine) -> None:
+    result = run(engine, Workload([[5] * 9], [4], num_sequences=2, temperature=1.0))
+
+    assert result.num_output_tokens == 8
+    assert len(result.first_token) == 2
+    assert len(result.between_tokens) == 2 * 3

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from cupaged.backend.base import MemoryUse
+from cupaged.scheduler.counters import create_counters
 from tools import engine_check
 from tools.agreement import Trace
 from tools.emulated_machine import EmulatedMachine
@@ -75,7 +76,7 @@ def trace(*, off: float = 0.0, eager_off: float = 0.0) -> Any:
 
     def follow(*_: Any, enforce_eager: bool = False) -> Trace:
         logits = np.array([[0, 9], [9, 0]], np.float32) + np.float32(off + eager_off * enforce_eager)
-        return Trace(logits, np.array([1, 0], np.int32), 0, 0, 0)
+        return Trace(logits, np.array([1, 0], np.int32), 0, 0, create_counters())
 
     return follow
 

@@ -111,7 +111,15 @@ def test_lines_say_what_was_checked() -> None:
             "num_graphs": 133,
             "reserve_bytes": 400 << 20,
         },
-        "swap bandwidth": {"to_host": 50e9, "both": 83e9},
+        "link bandwidth": {"to_host": 50e9, "to_device": 55e9, "both": 83e9},
+        "swap blocks": {"to_host": 45e9, "to_device": 44e9, "num_blocks": 256, "block_bytes": 2 << 20},
+        "fork step": {
+            "num_seqs": 256,
+            "num_copies": 128,
+            "seconds": 5.2e-3,
+            "plain_seconds": 5e-3,
+            "copied_bytes": 4e8,
+        },
     }
 
     text = "\n".join(engine_lines(engine_summary(done, REAL, GPU, RATES, {})))
@@ -120,7 +128,26 @@ def test_lines_say_what_was_checked() -> None:
     assert "every bit of 64 tokens" in text
     assert "loaded in 21.0 s:\n  0.1 s: memory in MiB\n  4.0 s: more\n" in text
     assert "the driver keeps 300 MiB of a reserve of 400, of them 100 before it had 133 graphs" in text
-    assert "swap, GB/s: to_host 50.0, both 83.0" in text
+    assert "link to the host, GB/s: to_host 50.0, to_device 55.0, both 83.0" in text
+    assert (
+        "swap of 256 blocks, GB/s: to_host 45.0 (90.0% of the link), to_device 44.0 (80.0% of the link)"
+        in text
+    )
+    assert (
+        "decode of 256 sequences that copies 128 blocks on write: 5200.0 us, without copies 5000.0; "
+        "the copies need 200.0 at least" in text
+    )
+
+
+def test_swaps_without_a_link_beside_them_have_no_share_and_without_a_pool_no_line() -> None:
+    swap = {"to_host": 45e9, "to_device": 44e9, "num_blocks": 256, "block_bytes": 2 << 20}
+    alone = engine_lines(engine_summary(found() | {"swap blocks": swap}, REAL, GPU, None, {}))
+    without = engine_lines(
+        engine_summary(found() | {"swap blocks": {"skipped": "there is no host pool"}}, REAL, GPU, None, {})
+    )
+
+    assert "swap of 256 blocks, GB/s: to_host 45.0 (- of the link), to_device 44.0 (- of the link)" in alone
+    assert not any(line.startswith("swap of") for line in without)
 
 
 @pytest.mark.parametrize(

@@ -26,6 +26,7 @@ def engine(tmp_path_factory: pytest.TempPathFactory) -> TimedEngine:
         max_num_seqs=4,
         max_model_len=64,
         max_num_batched_tokens=32,
+        swap_space=0,
     )
 
 
@@ -107,7 +108,12 @@ def test_driver_memory_is_noted_before_the_first_step_and_each_graph(engine: Tim
 def test_allocations_are_those_of_the_engine_alone(tmp_path: Path) -> None:
     machine = Remembering()
     engine = TimedEngine(
-        machine, write_model(tmp_path, TINY.shape), load_format="dummy", max_num_seqs=2, max_model_len=32
+        machine,
+        write_model(tmp_path, TINY.shape),
+        load_format="dummy",
+        max_num_seqs=2,
+        max_model_len=32,
+        swap_space=0,
     )
     machine.last.allocate(7)
 
@@ -128,7 +134,12 @@ class Remembering(EmulatedMachine):
 def test_a_closed_engine_gives_its_memory_back(tmp_path: Path) -> None:
     machine = Remembering()
     engine = TimedEngine(
-        machine, write_model(tmp_path, TINY.shape), load_format="dummy", max_num_seqs=2, max_model_len=32
+        machine,
+        write_model(tmp_path, TINY.shape),
+        load_format="dummy",
+        max_num_seqs=2,
+        max_model_len=32,
+        swap_space=0,
     )
 
     engine.close()

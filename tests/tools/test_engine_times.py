@@ -32,6 +32,7 @@ def load(machine: Machine, model: Path, num_blocks: int | None = None) -> TimedE
         max_num_batched_tokens=TINY.max_num_batched_tokens,
         max_model_len=TINY.max_model_len,
         kv_cache_memory=memory,
+        swap_space=0,
     )
 
 

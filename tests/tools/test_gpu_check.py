@@ -13,7 +13,7 @@ import pytest
 from tests.test_floors import imports
 from tools.engine_model import TINY
 from tools.gpu_check import Lines, StuckError, commit, environment, supervise
-from tools.gpu_tasks import Part, parts
+from tools.gpu_tasks import WAYS, Part, parts
 
 ROOT = Path(__file__).parents[2]
 # What a machine with a GPU is sure to have beside the standard library, by the names that are imported.
@@ -76,7 +76,10 @@ def test_dry_run_needs_only_what_a_gpu_machine_has(machine: dict[str, str], tmp_
     assert "goldens met" in done.stdout
     engine = report["engine"]
     assert "agrees" in engine["agreements"]["agreement clear_llama"]
+    assert all("agrees" in engine["agreements"][f"{way} clear_llama"] for way in WAYS)
     assert engine["graphs"]["num_tokens"] > 50
+    assert engine["swap"]["to_host_share"] > 0
+    assert engine["fork"]["num_copies"] > 0
     assert sum(engine["memory"]["planned_bytes"]) > 0
     assert any("matrix products" in line for line in engine["load"]["log"])
     assert [row["step"] for row in engine["steps"]] == [step.name for step in TINY.steps]

@@ -14,13 +14,12 @@ from cupaged.kernels.compile import Compiled, Resources
 from cupaged.kernels.launch import SOURCES
 from tests.tools.fake_stream import CALL_SECONDS, Stream
 from tools.emulated_machine import EmulatedMachine
-from tools.gpu_machine import CHUNK, NUM_SWAP_REPEATS, GpuMachine
+from tools.gpu_machine import CHUNK, NUM_LINK_REPEATS, GpuMachine
 from tools.kernel_cases import TIMED
 from tools.kernel_cases.launches import record
 from tools.machine import (
+    LINK_BYTES,
     NUM_REPEATS,
-    NUM_SWAPS,
-    SWAP_BYTES,
     calls_of_a_graph,
     launch_overhead,
     summarize,
@@ -192,18 +191,18 @@ def test_time_between_marks_is_that_of_the_work_between_them(machine: GpuMachine
     assert machine.elapsed(start, end) == pytest.approx(3e-3)
 
 
-def test_every_block_is_swapped_by_a_copy_of_its_own(machine: GpuMachine) -> None:
+def test_link_is_measured_by_single_copies_each_way_and_both(machine: GpuMachine) -> None:
     copies: list[tuple[int, int, int]] = []  # size, kind, stream
     runtime = machine.gpu().cupy.cuda.runtime
     runtime.memcpyDeviceToHost, runtime.memcpyHostToDevice = 2, 1
     runtime.memcpyAsync = lambda *args: copies.append(args[2:])
     machine.gpu().cupy.cuda.Stream = lambda non_blocking: SimpleNamespace(ptr=7)  # noqa: ARG005
 
-    rates = machine.swap_bandwidth()
+    rates = machine.link_bandwidth()
 
     assert rates.keys() == {"to_host", "to_device", "both"}
-    assert set(copies) == {(SWAP_BYTES, 1, 7), (SWAP_BYTES, 2, 7)}
-    assert len(copies) == 4 * NUM_SWAPS * NUM_SWAP_REPEATS
+    assert set(copies) == {(LINK_BYTES, 1, 7), (LINK_BYTES, 2, 7)}
+    assert len(copies) == 4 * NUM_LINK_REPEATS
 
 
 def test_dry_run_has_the_same_names_as_a_gpu(machine: GpuMachine) -> None:

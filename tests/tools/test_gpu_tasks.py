@@ -2,9 +2,11 @@
 
 import pytest
 
+from tools import agreement
 from tools.gpu_check import TOTAL_SECONDS
 from tools.gpu_tasks import (
     NEED_ENGINE,
+    WAYS,
     cases_by_task,
     kind_of,
     limit_seconds,
@@ -32,8 +34,9 @@ def test_the_engine_is_right_before_it_is_measured_and_gone_before_others_need_i
     found = kinds(kernels_only=False)
 
     assert found.index("time") < found.index("twins") < found.index("agreement") < found.index("graphs")
+    assert found.index("agreement") < min(map(found.index, WAYS)) < found.index("graphs")
     assert found.index("graphs") < found.index("load") < found.index("step") < found.index("memory")
-    assert found.index("memory") < found.index("gemm")
+    assert max(found.index("fork"), found.index("swap")) < found.index("memory") < found.index("gemm")
 
 
 def test_kernels_are_the_first_part_of_all() -> None:
@@ -66,6 +69,10 @@ def test_a_task_has_more_time_than_it_should_need() -> None:
 
 def test_a_task_may_load_the_engine_anew() -> None:
     assert limit_seconds("step 8b-decode-1x1024") >= 20 + planned_seconds("load engine")
+
+
+def test_ways_are_those_of_agreement() -> None:
+    assert {*WAYS, "recomputed"} == agreement.WAYS.keys()
 
 
 def test_a_dry_run_has_a_task_of_every_kind_but_the_emulator() -> None:
