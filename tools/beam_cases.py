@@ -1,7 +1,7 @@
 """Beam searches whose results transformers gave once (tools/make_beam_goldens) and cupaged must give too.
 
-Half of them run on a table: logits by the last token and the position, so that EOS comes early and often. The
-others run on the tiny llama of tools/make_tiny_model, with some of its likely tokens as EOS.
+Most run on a table: logits by the last token and the position, so that EOS comes early and often. The others
+run on tiny models of tools/make_tiny_model, with some of their likely tokens as EOS.
 """
 
 from dataclasses import dataclass
@@ -23,7 +23,7 @@ TABLE_PERIOD = 7  # positions after which the table repeats
 class BeamCase:
     """One search."""
 
-    seed: int  # of the table or of the llama's prompt
+    seed: int  # of the table or of the prompt
     prompt_token_ids: tuple[int, ...]
     beam_width: int
     max_tokens: int
@@ -31,6 +31,7 @@ class BeamCase:
     length_penalty: float = 1.0
     early_stopping: bool | Literal["never"] = False
     temperature: float = 1.0
+    model: str = "table"  # or one of MODELS
 
 
 BY_HAND = -1
@@ -42,7 +43,8 @@ def make_table(seed: int) -> NDArray[np.float32]:
     if seed == BY_HAND:
         # Two outputs end within two tokens. The best beam is better than the second of them, and soon is, but
         # would not be at max_tokens, if the search stopped for that; which no random table shows.
-        by_hand = np.full(shape, -20, np.float32) - np.arange(TABLE_VOCAB, dtype=np.float32)
+        by_hand = np.full(shape, -20, np.float32)
+        by_hand -= np.arange(TABLE_VOCAB, dtype=np.float32)
         by_hand[1, 0, :3] = np.log((0.37, 0.55, 0.08))
         by_hand[1, 1, :2] = np.log((0.07, 0.93))
         by_hand[1, 2, :2] = np.log((0.25, 0.75))
@@ -90,27 +92,35 @@ _NEAR_TIES = (30, 32, 38, 56, 58, 65)  # a choice hangs on float32's rounding
 _SEEDS = [*(seed for seed in range(90) if seed not in _NEAR_TIES), 142, 210, 219, 245, 273, 320]
 TABLE_CASES = {f"table_{seed}": _table_case(seed) for seed in _SEEDS} | {"by_hand": HAND_CASE}
 
-# The llama's tokenizer names EOS 4, so that it always is one; the config of a case names all of them.
-LLAMA_EOS = (4, 31, 77, 150, 201)
+# The tokenizer names EOS 4, so that it always is one; a model's config.json names all of them.
+_MODEL_EOS = (4, 26, 32, 53, 80, 139, 144, 232)
+MODELS: dict[str, dict[str, Any]] = {
+    "llama": CHAT | {"eos_token_id": list(_MODEL_EOS)},
+    "window": CHAT
+    | {
+        "model_type": "mistral",
+        "architectures": ["MistralForCausalLM"],
+        "sliding_window": 19,
+        "eos_token_id": list(_MODEL_EOS),
+    },
+}
 
 
-def _llama_case(seed: int) -> BeamCase:
+def _model_case(model: str, seed: int) -> BeamCase:
+    """Return a case whose prompt ends inside a block or, every fourth, with it."""
     prompt = np.random.Philox(key=seed).random_raw(5 + 9 * (seed % 4)) % np.uint64(CHAT["vocab_size"] - 5) + 5
     return BeamCase(
         seed=seed,
         prompt_token_ids=tuple(prompt.tolist()),
         beam_width=2 + seed % 7,
-        max_tokens=(16, 9, 24, 1)[seed % 4],
-        eos_token_ids=LLAMA_EOS if seed % 5 else (),
+        max_tokens=(16, 24, 32, 1)[seed // 2 % 4],
+        eos_token_ids=() if seed in (4, 9) else _MODEL_EOS,
         length_penalty=_PENALTIES[seed % 5],
         early_stopping=_STOPPINGS[seed % 3],
-        temperature=1.7 if seed == 6 else 1.0,
+        temperature=1.7 if seed == 3 else 1.0,
+        model=model,
     )
 
 
-LLAMA_CASES = {f"llama_{seed}": _llama_case(seed) for seed in range(12)}
-
-
-def llama_config() -> dict[str, Any]:
-    """Return the config.json of the cases' llama."""
-    return CHAT | {"eos_token_id": list(LLAMA_EOS)}
+MODEL_CASES = {f"llama_{seed}": _model_case("llama", seed) for seed in (*range(5), *range(6, 12), 18)}
+MODEL_CASES |= {f"window_{seed}": _model_case("window", seed) for seed in (1, 3, 5)}

@@ -4,7 +4,7 @@
 
 PYTHON is one of an environment of its own with torch and transformers; nothing of cupaged is imported. The
 file holds by case the outputs, best first, without the prompt, and their scores (one beam is greedy search,
-which has none).
+which has none), and how near a tie the search came: near enough for rounding to decide is refused.
 """
 
 import json
@@ -24,14 +24,15 @@ from transformers.modeling_outputs import CausalLMOutput
 
 from tools.beam_cases import (
     GOLDENS,
-    LLAMA_CASES,
+    MODEL_CASES,
+    MODELS,
     TABLE_CASES,
     TABLE_PERIOD,
     TABLE_VOCAB,
     BeamCase,
-    llama_config,
     make_table,
 )
+from tools.beam_reference import Logprobs, Reference, log_softmax
 from tools.make_tiny_model import write_tiny_model
 
 
@@ -79,25 +80,44 @@ def search(model: Any, case: BeamCase) -> dict[str, Any]:
     return {"token_ids": token_ids, "scores": found.sequences_scores.tolist()}
 
 
+def least_gap(model: Any, case: BeamCase) -> float:
+    """Return how near a tie the search comes, as a share of the values."""
+
+    def logprobs_after(output: tuple[int, ...]) -> Logprobs:
+        with torch.no_grad():
+            logits = model(torch.tensor([[*case.prompt_token_ids, *output]]), use_cache=False).logits
+        return log_softmax(logits[0, -1].numpy())
+
+    return Reference(logprobs_after, case).least_gap
+
+
+def load(case: BeamCase) -> Any:
+    """Return the case's model."""
+    if case.model == "table":
+        table = Table(PretrainedConfig(vocab_size=TABLE_VOCAB))
+        table.table.data = torch.from_numpy(make_table(case.seed))
+        return table
+    with tempfile.TemporaryDirectory() as directory:
+        write_tiny_model(Path(directory), MODELS[case.model])
+        model = AutoModelForCausalLM.from_pretrained(
+            directory, dtype=torch.float32, attn_implementation="eager"
+        )
+    model.lm_head.weight.data /= case.temperature
+    return model
+
+
 def main() -> None:
     """Run all cases and write the file."""
-    goldens = {}
-    table = Table(PretrainedConfig(vocab_size=TABLE_VOCAB))
-    for name, case in TABLE_CASES.items():
-        table.table.data = torch.from_numpy(make_table(case.seed))
-        goldens[name] = search(table, case)
-    for name, case in LLAMA_CASES.items():
-        with tempfile.TemporaryDirectory() as directory:
-            write_tiny_model(Path(directory), llama_config())
-            llama = AutoModelForCausalLM.from_pretrained(
-                directory, dtype=torch.float32, attn_implementation="eager"
-            )
-        llama.lm_head.weight.data /= case.temperature
-        goldens[name] = search(llama, case)
+    lines = []
+    for name, case in (TABLE_CASES | MODEL_CASES).items():
+        model = load(case)
+        gap, limit = least_gap(model, case), 1e-5 if case.model == "table" else 1e-4
+        if gap < limit:
+            raise ValueError(f"{name} comes within {gap:.1e} of a tie, least is {limit}; take another seed")
+        lines.append(f"{json.dumps(name)}: {json.dumps(search(model, case) | {'least_gap': gap})}")
     GOLDENS.parent.mkdir(parents=True, exist_ok=True)
-    lines = [f"{json.dumps(name)}: {json.dumps(golden)}" for name, golden in goldens.items()]
     GOLDENS.write_text("{\n" + ",\n".join(lines) + "\n}\n", encoding="utf-8")
-    print(f"{GOLDENS.stat().st_size} bytes, {len(goldens)} cases")
+    print(f"{GOLDENS.stat().st_size} bytes, {len(lines)} cases")
 
 
 if __name__ == "__main__":

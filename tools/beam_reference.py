@@ -2,10 +2,12 @@
 
 from collections.abc import Callable
 from itertools import pairwise
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
+
+from tools.beam_cases import BeamCase
 
 Logprobs = NDArray[np.float64]  # [vocab_size]
 
@@ -26,10 +28,9 @@ class Candidate(NamedTuple):
     ends: bool
 
 
-def log_softmax(logits: NDArray[np.float32], temperature: float = 1.0) -> Logprobs:
+def log_softmax(logits: NDArray[np.float32]) -> Logprobs:
     """Return the log-probabilities of one row of logits."""
-    scaled = logits.astype(np.float64) / temperature
-    shifted = scaled - scaled.max()
+    shifted = logits.astype(np.float64) - logits.max()
     logprobs: Logprobs = shifted - np.log(np.exp(shifted).sum())
     return logprobs
 
@@ -37,21 +38,14 @@ def log_softmax(logits: NDArray[np.float32], temperature: float = 1.0) -> Logpro
 class Reference:
     """A search over `logprobs_after`, the log-probabilities of what follows an output."""
 
-    def __init__(
-        self,
-        logprobs_after: Callable[[tuple[int, ...]], Logprobs],
-        *,
-        width: int,
-        max_tokens: int,
-        eos_token_ids: tuple[int, ...] = (),
-        length_penalty: float = 1.0,
-        early_stopping: bool | Literal["never"] = False,
-    ) -> None:
+    def __init__(self, logprobs_after: Callable[[tuple[int, ...]], Logprobs], case: BeamCase) -> None:
         """Run the search."""
         self._logprobs_after = logprobs_after
-        self._width, self._max_tokens, self._eos = width, max_tokens, eos_token_ids
-        self._penalty, self._early_stopping = length_penalty, early_stopping
-        self.least_gap = np.inf  # between a value that was chosen, or above another, and one that was not
+        self._width, self._max_tokens, self._eos = case.beam_width, case.max_tokens, case.eos_token_ids
+        self._penalty, self._early_stopping = case.length_penalty, case.early_stopping
+        self.least_gap = float(
+            "inf"
+        )  # between a value that was chosen, or above another, and one that was not
         self.outputs: list[Output] = []
         self.num_steps = 0
         beams: list[tuple[tuple[int, ...], float]] = [((), 0.0)]
