@@ -37,27 +37,57 @@ def server(model: Path) -> Iterator[str]:
             process.terminate()
 
 
-def test_library_example(tiny_llama_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    code = example("python", "LLM(").replace(DEMO_MODEL, str(tiny_llama_dir))
-
+def run_python(containing: str, model: Path) -> None:
+    """Run the example that contains `containing`."""
+    code = example("python", containing).replace(DEMO_MODEL, str(model))
     exec(compile(code, "README.md", "exec"), {})
+
+
+def run_shell(containing: str, model: Path, directory: Path) -> None:
+    """Run the example in a directory; it must succeed."""
+    code = example("sh", containing).replace(DEMO_MODEL, str(model))
+    command = ["sh", "-ec", code.replace("python ", f"'{sys.executable}' ")]
+    done = subprocess.run(command, cwd=directory, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+def test_library_example(tiny_llama_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run_python("llm.chat(", tiny_llama_dir)
 
     assert "The capital of France is ->" in capsys.readouterr().out
 
 
+def test_example_of_several_outputs(tiny_llama_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run_python("llm.beam_search(", tiny_llama_dir)
+
+    shown = capsys.readouterr().out
+    assert re.findall(r"^(\d) ", shown, re.MULTILINE) == ["0", "1", "2", "3"]
+    assert len(re.findall(r"^-\d+\.\d\d Once upon a time", shown, re.MULTILINE)) == 4
+
+
+def test_memory_example(tiny_llama_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run_python("reset_prefix_cache()", tiny_llama_dir)
+
+    cached = [
+        int(n) for n in re.findall(r"^(\d+) of \d+ prompt tokens", capsys.readouterr().out, re.MULTILINE)
+    ]
+    assert len(cached) == 2
+    assert cached[0] > 64
+    assert cached[1] == 0
+
+
 def test_shell_examples(tiny_llama_dir: Path, tmp_path: Path) -> None:
-    code = example("sh", "cupaged.generate").replace(DEMO_MODEL, str(tiny_llama_dir))
+    run_shell("--output answers.jsonl", tiny_llama_dir, tmp_path)
 
-    done = subprocess.run(
-        ["sh", "-ec", code.replace("python ", f"'{sys.executable}' ")],
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-
-    assert done.returncode == 0, done.stderr
     assert (tmp_path / "answers.jsonl").read_text(encoding="utf-8").count("\n") == 1
+
+
+def test_trace_example(tiny_llama_dir: Path, tmp_path: Path) -> None:
+    (tmp_path / "prompts.jsonl").write_text('{"prompt": "Once upon a time", "max_tokens": 8}\n')
+
+    run_shell("cupaged.trace replay", tiny_llama_dir, tmp_path)
+
+    assert "<html" in (tmp_path / "map.html").read_text(encoding="utf-8")
 
 
 def test_server_example(tiny_llama_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -70,7 +100,8 @@ def test_server_example(tiny_llama_dir: Path, capsys: pytest.CaptureFixture[str]
 
 
 def test_table_of_models_is_what_there_is() -> None:
-    listed = re.findall(r"^\| `(\w+)` \|", README, re.MULTILINE)
+    (section,) = re.findall(r"^## Models\n(.*?)^## ", README, re.DOTALL | re.MULTILINE)
+    listed = re.findall(r"^\| `(\w+)` \|", section, re.MULTILINE)
 
     with pytest.raises(ValueError, match=f"there are {', '.join(listed)}$"):
         load_model_class("no such family")
