@@ -166,6 +166,18 @@ def copy_on_write(blocks: Blocks, row: int, index: int, pair: NDArray[np.int32])
 
 
 @njit_inner
+def forget_content(blocks: Blocks, row: int, index: int) -> None:
+    """Let the row's block `index`, if it is there, be found no more: the row is about to write to it.
+
+    A block that forks shared may have been filled, and found, by one of them that has let go of it.
+    """
+    if index < blocks.num_blocks[row] and blocks.cache.slots.size > 0:
+        block = blocks.block_tables[row, index]
+        if blocks.cache.serials[block] != NO_ENTRY:
+            remove_entry(blocks.cache, block)
+
+
+@njit_inner
 def share_table(blocks: Blocks, source: int, target: int, number: int) -> None:
     """Let the empty row `target` hold the first `number` blocks of row `source`."""
     tables, ref_count = blocks.block_tables, blocks.ref_count

@@ -15,7 +15,7 @@ from cupaged.scheduler.allocator import (
     num_available,
 )
 from cupaged.scheduler.counters import Counter
-from cupaged.scheduler.plan import SWAP_IN, Pools, blocks_wanted, num_remaining, take_blocks
+from cupaged.scheduler.plan import SWAP_IN, Pools, blocks_wanted, find_remaining, take_blocks
 from cupaged.scheduler.progress import count_recomputed
 from cupaged.scheduler.state import Rows
 
@@ -71,13 +71,12 @@ def obtainable_blocks(blocks: Blocks, rows: NDArray[np.int32]) -> int:
 def measure_swapped(rows: Rows, pools: Pools, group: NDArray[np.int32]) -> tuple[int, int]:
     """Return (tokens, blocks) that a swapped group would compute and need, back on the device."""
     host = pools.host
-    num_tokens, num_blocks = 0, count_blocks(host, group)
+    num_blocks = count_blocks(host, group)
+    num_tokens, _ = find_remaining(rows, group)
     for row in group:
-        rows.num_new[row] = num_remaining(rows, row)
-        num_tokens += rows.num_new[row]
         num_blocks += blocks_wanted(rows, host, row)
         rows.num_new[row] = 0
-    return int(num_tokens), num_blocks
+    return num_tokens, num_blocks
 
 
 @njit
@@ -107,9 +106,10 @@ def enter(rows: Rows, pools: Pools, group: NDArray[np.int32], budget: int) -> in
     running[place : place + group.size] = group
     rows.num_running[0] += group.size
     left = budget
+    find_remaining(rows, group)
     for row in group:
         rows.reset[row] = True
-        rows.num_new[row] = min(left, num_remaining(rows, row))
+        rows.num_new[row] = min(left, rows.num_new[row])
         left -= rows.num_new[row]
         take_blocks(rows, pools, row)
     return budget - left

@@ -14,6 +14,7 @@ from cupaged.scheduler.allocator import (
     Blocks,
     copy_on_write,
     count_blocks,
+    forget_content,
     free_table,
     grow_table,
     is_shared,
@@ -21,6 +22,7 @@ from cupaged.scheduler.allocator import (
     num_available,
 )
 from cupaged.scheduler.counters import Counter
+from cupaged.scheduler.prefix_cache import NO_ENTRY
 from cupaged.scheduler.state import Rows
 
 PREEMPTIONS = int(Counter.PREEMPTIONS)
@@ -70,38 +72,46 @@ def create_moves(num_rows: int, num_host_blocks: int) -> Moves:
 
 
 @njit_inner
-def num_remaining(rows: Rows, row: int) -> int:
-    """Return how many tokens the row could compute now; a token past max_total_tokens never."""
-    target = rows.num_tokens[row] + rows.num_in_flight[row]
-    waits = rows.is_pending[row] or (rows.is_beam[row] and rows.num_in_flight[row] > 0)
-    if waits or target >= rows.max_total_tokens[row]:
-        return 0
-    return int(target - rows.num_computed_tokens[row])
+def find_remaining(rows: Rows, some: NDArray[np.int32]) -> tuple[int, int]:
+    """Set num_new to what each of some rows could compute now; return (how many tokens, how many decodes).
+
+    A token past max_total_tokens is never computed.
+    """
+    num_tokens, in_flight, computed = rows.num_tokens, rows.num_in_flight, rows.num_computed_tokens
+    num_new, most, pending, is_beam = rows.num_new, rows.max_total_tokens, rows.is_pending, rows.is_beam
+    total = num_decodes = 0
+    for row in some:
+        target = num_tokens[row] + in_flight[row]
+        waits = pending[row] or (is_beam[row] and in_flight[row] > 0) or target >= most[row]
+        remaining = 0 if waits else target - computed[row]
+        num_new[row] = remaining
+        total += remaining
+        num_decodes += remaining == 1
+    return int(total), int(num_decodes)
 
 
 @njit_inner
 def share_budget(rows: Rows, budget: int, num_decodes: int, head: Head) -> None:
-    """Plan every decode, then prefill chunks, in order, out of what is left.
+    """Plan every decode, then prefill chunks, in order, out of what is left; num_new are what remains.
 
     What a head of higher priority would compute is kept aside before the chunks of those it goes before.
     """
+    running, num_new, priority = rows.running, rows.num_new, rows.priority
     left = budget - num_decodes
     kept = 0
     for i in range(rows.num_running[0]):
-        row = rows.running[i]
-        remaining = num_remaining(rows, row)
-        if remaining > 1:
-            if kept == 0 and rows.priority[row] > head.priority:
+        row = running[i]
+        if num_new[row] > 1:
+            if kept == 0 and priority[row] > head.priority:
                 kept = min(left, head.num_tokens)
                 left -= kept
-            remaining = min(remaining, left)
-            left -= remaining
-        rows.num_new[row] = remaining
+            num_new[row] = min(num_new[row], left)
+            left -= num_new[row]
 
 
 @njit_inner
 def take_turns(rows: Rows, turns: NDArray[np.int64], budget: int, num_head: int) -> None:
-    """Plan in the order of `turns` until the budget is spent.
+    """Plan in the order of `turns` until the budget is spent; num_new are what remains.
 
     The head of the queue has its turn too, as one more running row. Its share is only kept aside here: it is
     admitted when the running rows have their blocks.
@@ -112,7 +122,7 @@ def take_turns(rows: Rows, turns: NDArray[np.int64], budget: int, num_head: int)
             budget -= min(budget, num_head)
         else:
             row = rows.running[i]
-            rows.num_new[row] = min(budget, num_remaining(rows, row))
+            rows.num_new[row] = min(budget, rows.num_new[row])
             budget -= rows.num_new[row]
 
 
@@ -141,9 +151,12 @@ def take_blocks(rows: Rows, pools: Pools, row: int) -> None:
         return
     end = rows.num_computed_tokens[row] + rows.num_new[row]
     index = first_write(rows, blocks, row)
-    if end > rows.num_stored_tokens[row] and is_shared(blocks, row, index):
-        copy_on_write(blocks, row, index, pools.moves.copy[pools.moves.num[COPY]])
-        pools.moves.num[COPY] += 1
+    if end > rows.num_stored_tokens[row]:
+        if is_shared(blocks, row, index):
+            copy_on_write(blocks, row, index, pools.moves.copy[pools.moves.num[COPY]])
+            pools.moves.num[COPY] += 1
+        else:
+            forget_content(blocks, row, index)
     grow_table(blocks, row, (end + blocks.block_size - 1) // blocks.block_size)
 
 
@@ -205,6 +218,25 @@ def preempt_last(rows: Rows, pools: Pools, costs: Costs) -> bool:
 
 
 @njit_inner
+def next_to_grow(rows: Rows, blocks: Blocks, first: int) -> int:
+    """Return the first place in `running` from `first` on whose row lacks a block of its own to write to."""
+    running, num_new, stored = rows.running, rows.num_new, rows.num_stored_tokens
+    computed, size, tables = rows.num_computed_tokens, blocks.block_size, blocks.block_tables
+    num_blocks, ref_count, serials = blocks.num_blocks, blocks.ref_count, blocks.cache.serials
+    for i in range(first, rows.num_running[0]):
+        row = running[i]
+        end = computed[row] + num_new[row]
+        if num_new[row] == 0 or end <= stored[row]:
+            continue
+        if end > num_blocks[row] * size:
+            return i
+        block = tables[row, max(computed[row], stored[row]) // size]
+        if ref_count[block] > 1 or (serials.size > 0 and serials[block] != NO_ENTRY):
+            return i
+    return int(rows.num_running[0])
+
+
+@njit_inner
 def grow_groups(rows: Rows, pools: Pools, costs: Costs, swapped: NDArray[np.bool_]) -> int:
     """Give planned rows their blocks, group by group; preempt from the end, return how many groups.
 
@@ -214,7 +246,7 @@ def grow_groups(rows: Rows, pools: Pools, costs: Costs, swapped: NDArray[np.bool
     """
     blocks, running = pools.device, rows.running
     num_preempted = 0
-    first = 0
+    first = next_to_grow(rows, blocks, 0)
     while first < rows.num_running[0]:
         end = group_end(rows, first)
         wanted = 0
@@ -223,10 +255,10 @@ def grow_groups(rows: Rows, pools: Pools, costs: Costs, swapped: NDArray[np.bool
         while wanted > num_available(blocks) and rows.num_running[0] > first:
             swapped[num_preempted] = preempt_last(rows, pools, costs)
             num_preempted += 1
-        if rows.num_running[0] > first and wanted > 0:
+        if rows.num_running[0] > first:
             for i in range(first, end):
                 take_blocks(rows, pools, running[i])
-        first = end
+            first = next_to_grow(rows, blocks, end)
     return num_preempted
 
 
@@ -244,19 +276,15 @@ def plan_running(
     it is needed where num_running >= budget. swapped [num_rows] is as grow_groups has it.
     """
     budget, head, costs = limits
-    num_decodes = 0
-    others = head.num_tokens > 0
-    for i in range(rows.num_running[0]):
-        remaining = num_remaining(rows, rows.running[i])
-        num_decodes += remaining == 1
-        others |= remaining > 1
+    total, num_decodes = find_remaining(rows, rows.running[: rows.num_running[0]])
+    others = head.num_tokens > 0 or total > num_decodes
     # Decodes that use up the budget would starve everybody else, or one another.
     if num_decodes > budget or (num_decodes == budget and others):
         take_turns(rows, turns, budget, head.num_tokens)
-    else:
+    elif total > num_decodes:
         share_budget(rows, budget, num_decodes, head)
     num_preempted = grow_groups(rows, pools, costs, swapped)
-    planned = 0
-    for i in range(rows.num_running[0]):
-        planned += rows.num_new[rows.running[i]]
+    num_new, planned = rows.num_new, 0
+    for row in rows.running[: rows.num_running[0]]:
+        planned += num_new[row]
     return int(planned), num_preempted

@@ -68,15 +68,19 @@ def advance(rows: Rows, blocks: Blocks, step: int) -> None:
 
 
 @njit_inner
-def release(rows: Rows, blocks: Blocks, row: int) -> None:
-    """Take blocks and serial from a row; `compact` then takes it out of those that run."""
-    free_table(blocks, row)
+def release(rows: Rows, pools: Pools, row: int) -> None:
+    """Take blocks, wherever they lie, and serial from a row; `close_gaps` must follow."""
+    free_table(pools.device, row)
+    free_table(pools.host, row)
     rows.serial[row] = NO_SERIAL
 
 
 @njit_inner
-def compact(rows: Rows) -> None:
-    """Close the gaps that released rows leave in `running`."""
+def close_gaps(rows: Rows, pools: Pools) -> None:
+    """Take released rows out of `running`, and out of the moves to come what was swapped out for them.
+
+    Their place in the host's pool may go to another before those moves are done.
+    """
     kept = 0
     for i in range(rows.num_running[0]):
         row = rows.running[i]
@@ -84,22 +88,20 @@ def compact(rows: Rows) -> None:
             rows.running[kept] = row
             kept += 1
     rows.num_running[0] = kept
-
-
-@njit
-def free_everywhere(rows: Rows, pools: Pools, given_up: NDArray[np.int32]) -> None:
-    """Take blocks and serials from rows, wherever their blocks lie."""
-    for row in given_up:
-        free_table(pools.host, row)
-        release(rows, pools.device, row)
-    compact(rows)
-    # What is about to be swapped out for nobody stays: its place may go to another before that is done.
     pairs, num, kept = pools.moves.swap_out, pools.moves.num, 0
     for i in range(num[SWAP_OUT]):
         if pools.host.ref_count[pairs[i, 1]] > 0:
             pairs[kept] = pairs[i]
             kept += 1
     num[SWAP_OUT] = kept
+
+
+@njit
+def release_rows(rows: Rows, pools: Pools, given_up: NDArray[np.int32]) -> None:
+    """Take blocks and serials from rows."""
+    for row in given_up:
+        release(rows, pools, row)
+    close_gaps(rows, pools)
 
 
 @njit_inner
@@ -143,24 +145,10 @@ class StepRows(NamedTuple):
     num_tokens: NDArray[np.int32]  # [num_seqs]
 
 
-@njit_inner
-def append(rows: Rows, row: int, sampled: NDArray[np.int32]) -> tuple[int, int]:
-    """Append sampled tokens until the row ends; return (how many, reason)."""
-    for j in range(sampled.size):
-        n = rows.num_tokens[row]
-        rows.tokens[row, n] = sampled[j]
-        rows.num_tokens[row] = n + 1
-        if is_stop(rows.stop_token_ids, row, sampled[j]):
-            return j + 1, STOP
-        if n + 1 >= rows.max_total_tokens[row]:
-            return j + 1, LENGTH
-    return sampled.size, NOT_FINISHED
-
-
 @njit
 def apply_output(
     rows: Rows,
-    blocks: Blocks,
+    pools: Pools,
     step: StepRows,
     sliding_window: int,  # tokens, 0 = all
     outcome: tuple[NDArray[np.int32], NDArray[np.int8]],
@@ -170,8 +158,10 @@ def apply_output(
     num_appended becomes -1 where the row has meanwhile been given up: its result is nobody's.
     """
     num_appended, reasons = outcome
+    blocks, size = pools.device, pools.device.block_size
+    tokens, num_tokens, max_total = rows.tokens, rows.num_tokens, rows.max_total_tokens
     serial, in_flight, is_beam = rows.serial, rows.num_in_flight, rows.is_beam
-    asked = rows.prompt_logprobs_end
+    asked, registered, stop_token_ids = rows.prompt_logprobs_end, rows.num_registered, rows.stop_token_ids
     step_rows, serials, flags, seq_lens, sampled, num_sampled = step
     caches = blocks.cache.slots.size > 0
     ended = False
@@ -185,18 +175,27 @@ def apply_output(
         assert samples == (num_sampled[i] > 0), "tokens from a sequence that did not sample, or none"
         in_flight[row] -= samples
         asked[row] = max(asked[row], written)
-        if samples and not is_beam[row]:
-            num_appended[i], reasons[i] = append(rows, row, sampled[i, : num_sampled[i]])
-        if caches:
+        for j in range(0 if is_beam[row] else num_sampled[i]):
+            n = num_tokens[row]
+            tokens[row, n] = sampled[i, j]
+            num_tokens[row] = n + 1
+            num_appended[i] += 1
+            if is_stop(stop_token_ids, row, sampled[i, j]):
+                reasons[i] = STOP
+            elif n + 1 >= max_total[row]:
+                reasons[i] = LENGTH
+            if reasons[i] != NOT_FINISHED:
+                break
+        if caches and written // size > registered[row]:
             register(rows, blocks, row, written)
         if reasons[i] != NOT_FINISHED:
-            release(rows, blocks, row)
+            release(rows, pools, row)
             ended = True
-        elif sliding_window > 0:
+        elif 0 < sliding_window <= written:
             # The next query is at `written` or later: it sees the tokens behind written - sliding_window.
-            free_before(blocks, row, max(0, written - sliding_window + 1) // blocks.block_size)
+            free_before(blocks, row, (written - sliding_window + 1) // size)
     if ended:
-        compact(rows)
+        close_gaps(rows, pools)
 
 
 @njit

@@ -34,7 +34,7 @@ from cupaged.scheduler.progress import (
     advance,
     append_choices,
     apply_output,
-    free_everywhere,
+    release_rows,
     reorder_beams,
 )
 from cupaged.scheduler.row_table import RowTable
@@ -156,7 +156,8 @@ class Scheduler:
                 f"priority is {group.priority} but scheduling_policy is 'fcfs'; leave priority out, or start "
                 "the engine with scheduling_policy='priority'"
             )
-        name, n = "beam_width" if group.is_beam else "n", group.num_sequences
+        name = "beam_width" if group.is_beam else "n" if group.params.best_of is None else "best_of"
+        n = group.num_sequences
         if n > config.max_num_seqs:
             raise ValueError(
                 f"{name} is {n} but max_num_seqs is {config.max_num_seqs}; lower {name} or raise max_num_seqs"
@@ -181,19 +182,20 @@ class Scheduler:
         """End a sequence in any state, free its row and blocks; one that has finished stays as it is."""
         if seq.finish_reason is not None:
             return
+        assert not seq.group.is_beam, "beams end together, by finish_group"
         if seq.row >= 0:
             rows, group = self._table.rows, self._table.of_group(seq.group)
             if rows.is_pending[group].any() and not rows.is_pending[seq.row]:
                 self._restart(seq.group)  # the others wait for the prompt that it was computing
         if seq.row >= 0:
-            free_everywhere(self._table.rows, self.block_manager.pools, np.array([seq.row], np.int32))
+            release_rows(self._table.rows, self.block_manager.pools, np.array([seq.row], np.int32))
         self._end(seq, reason)
 
     def finish_group(self, group: SequenceGroup, reason: FinishReason) -> None:
         """End all sequences of a group that have not ended."""
         loaded = self._table.of_group(group)
         if loaded.size and loaded[0] >= 0:
-            free_everywhere(self._table.rows, self.block_manager.pools, loaded)
+            release_rows(self._table.rows, self.block_manager.pools, loaded)
         for seq in group.unfinished:
             self._end(seq, reason)
 
@@ -248,8 +250,8 @@ class Scheduler:
         step = StepRows(
             batch.rows, batch.serials, batch.flags, batch.seq_lens, output.token_ids, output.num_tokens
         )
-        blocks, window = self.block_manager.blocks, self.config.sliding_window
-        apply_output(self._table.rows, blocks, step, window, (num_appended, reasons))
+        rows, pools, window = self._table.rows, self.block_manager.pools, self.config.sliding_window
+        apply_output(rows, pools, step, window, (num_appended, reasons))
         for i in np.flatnonzero(num_appended < 0).tolist():
             sequences[i] = None
         for i in np.flatnonzero(reasons != NOT_FINISHED).tolist():
@@ -269,22 +271,27 @@ class Scheduler:
 
     def _restart(self, group: SequenceGroup) -> None:
         """Take a group's rows and blocks away; it computes again what it knows when it has its turn."""
-        free_everywhere(self._table.rows, self.block_manager.pools, self._table.of_group(group))
+        release_rows(self._table.rows, self.block_manager.pools, self._table.of_group(group))
         self._table.unload(group)
         if group.status is SequenceStatus.RUNNING:
             self._queue.push(group)
         group.status = SequenceStatus.PREEMPTED
 
     def _make_way(self) -> None:
-        """Preempt groups of lower priority than the head of the queue until it can enter, if it then can."""
+        """Let the head of the queue enter at the cost of running groups of lower priority.
+
+        They are preempted from the end, if that makes enough room at all. Where rows are lacking, swapped
+        groups behind the head give theirs up.
+        """
         head = self._queue.head()
-        lower = self._lower_rows(head)
-        if head is None or lower.size == 0:
+        if head is None or self.config.policy == "fcfs":
             return
-        fit = self._fit(head)
-        lower_groups = [group for group in self._queue if group.priority > head.priority]
-        swapped = [group for group in lower_groups if group.status is SequenceStatus.SWAPPED]
+        fit, lower = self._fit(head), self._lower_rows(head)
+        if self._can_enter(fit):
+            return
         table, manager = self._table, self.block_manager
+        behind = [group for group in self._queue if group is not head]
+        swapped = [group for group in behind if group.status is SequenceStatus.SWAPPED]
         num_rows = len(table.free) + lower.size + sum(len(group.unfinished) for group in swapped)
         if fit.num_rows > num_rows or fit.num_blocks > obtainable_blocks(manager.blocks, lower):
             return

@@ -16,7 +16,7 @@ def warm_up() -> None:
         block_size=2,
         max_num_seqs=4,
         max_num_batched_tokens=8,
-        max_model_len=12,
+        max_model_len=8,
         num_batches=1,
         num_host_blocks=7,
         sliding_window=8,
@@ -24,7 +24,7 @@ def warm_up() -> None:
         preemption_mode="swap",
     )
     scheduler = Scheduler(config)
-    forked, urgent, beams = _group(2, priority=1), _group(1), _group(2, is_beam=True)
+    forked, urgent, beams = _group(4, 2, priority=1), _group(7, 1), _group(4, 2, is_beam=True)
     scheduler.add(forked)
     _step(scheduler)
     _step(scheduler)
@@ -41,12 +41,12 @@ def warm_up() -> None:
     scheduler.reset_prefix_cache()
 
 
-def _group(num_sequences: int, *, priority: int = 0, is_beam: bool = False) -> SequenceGroup:
+def _group(num_prompt: int, num_sequences: int, *, priority: int = 0, is_beam: bool = False) -> SequenceGroup:
     return SequenceGroup(
         request_id="warm-up",
-        prompt_token_ids=np.arange(1, 5, dtype=np.int32),
+        prompt_token_ids=np.arange(num_prompt, 2 * num_prompt, dtype=np.int32),
         params=SamplingParams(),
-        max_total_tokens=9,
+        max_total_tokens=8,
         num_sequences=num_sequences,
         priority=priority,
         is_beam=is_beam,
