@@ -28,6 +28,9 @@ def test_every_field_has_a_flag_that_sets_it() -> None:
         "generation_config": "none",
         "chat_template": "x",
         "load_format": "dummy",
+        "preemption_mode": "swap",
+        "scheduling_policy": "priority",
+        "trace": "x",
     }
     for field in fields(EngineConfig)[1:]:
         name = field.name.replace("_", "-")

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from cupaged import LLM
 from cupaged.generate import main, parse_args
 
 
@@ -59,6 +60,39 @@ def test_every_line_gets_its_answer_in_order(tiny_llama_dir: Path, tmp_path: Pat
     assert answers[1]["num_prompt_tokens"] == 2
 
 
+def test_several_outputs_of_a_line_are_a_list(tiny_llama_dir: Path, tmp_path: Path) -> None:
+    line = {"prompt": "hello", "max_tokens": 3, "ignore_eos": True, "seed": 1}
+
+    _, (alone, several) = run_file(tiny_llama_dir, tmp_path, [line, {**line, "n": 3}])
+
+    assert [len(output["token_ids"]) for output in several["outputs"]] == [3, 3, 3]
+    assert several["outputs"][0].items() <= alone.items()
+    assert several.keys() == {"outputs", "num_prompt_tokens", "num_cached_tokens"}
+
+
+def test_n_answers_to_a_prompt_are_printed_when_all_are_there(
+    tiny_llama_dir: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    flags = ["--max-model-len", "64", "--max-tokens", "4", "--n", "2", "--temperature", "0"]
+
+    assert main([str(tiny_llama_dir), "hello", *flags]) == 0
+
+    shown = capsys.readouterr().out
+    first, second = shown.removeprefix("[0]").split("[1]")
+    assert shown.startswith("[0]")
+    assert first == second
+
+
+def test_salts_and_priorities_go_with_their_lines(tiny_llama_dir: Path, tmp_path: Path) -> None:
+    line = {"prompt_token_ids": list(range(5, 45)), "max_tokens": 1}
+    lines = [{**line, "priority": i, **salt} for i, salt in enumerate([{}, {}, {"cache_salt": "s"}])]
+
+    flags = ["--max-num-seqs", "1", "--scheduling-policy", "priority"]
+    _, answers = run_file(tiny_llama_dir, tmp_path, lines, *flags)
+
+    assert [answer["num_cached_tokens"] for answer in answers] == [0, 32, 0]
+
+
 def test_flags_are_defaults_that_a_line_overrides(tiny_llama_dir: Path, tmp_path: Path) -> None:
     lines = [{"prompt": "hello"}, {"prompt": "hello", "max_tokens": 2}]
 
@@ -82,14 +116,20 @@ def test_a_bad_line_gets_an_error_and_harms_no_other(tiny_llama_dir: Path, tmp_p
         '{"prompt": "\\ud800"}',
         '{"messages": [{"role": "\\ud800", "content": []}]}',
         "[" * 100_000,
-        {"prompt": "hello", "n": 2},
+        {"prompt": "hello", "n": 0},
+        {"prompt": "hello", "n": 256, "max_tokens": 60},
+        {"prompt": "hello", "priority": 1},
+        {"prompt": "hello", "cache_salt": ""},
     ]
 
-    code, answers = run_file(tiny_llama_dir, tmp_path, lines)
+    with LLM(tiny_llama_dir, max_model_len=64) as probe:
+        memory = 32 * probe.engine.kv_block_bytes  # too few for 256 outputs
+
+    code, answers = run_file(tiny_llama_dir, tmp_path, lines, "--kv-cache-memory", str(memory))
 
     assert code == 1
     assert [number for number, answer in enumerate(answers) if "error" not in answer] == [1]
-    assert all(f"line {number + 1}" in answers[number]["error"] for number in (0, *range(2, 14)))
+    assert all(f"line {number + 1}" in answers[number]["error"] for number in (0, *range(2, len(lines))))
 
 
 @pytest.mark.parametrize("separator", ["\u2028", "\x85", "\x0c", "\r"])

@@ -22,8 +22,10 @@ from cupaged.sampling_params import BeamSearchParams, SamplingParams
 from cupaged.scheduler.counters import Counter, create_counters
 from cupaged.scheduler.scheduler import Scheduler, Update
 from cupaged.scheduler.scheduler_config import SchedulerConfig
+from cupaged.scheduler.warm_up import warm_up
 from cupaged.sequence import NOT_FINISHED, FinishReason
-from cupaged.trace.recorder import TraceFile, TraceRecorder
+from cupaged.trace.recorder import TraceRecorder
+from cupaged.trace.records import TraceFile
 from cupaged.worker.executor import Executor, StepHandle, UniprocExecutor
 
 
@@ -88,8 +90,8 @@ class LLMEngine:
             seed=config.seed,
         )
         self.counters = create_counters()  # int64[NUM_COUNTERS], by Counter; they outlive a scheduler
+        warm_up()
         self.scheduler = self._create_scheduler()
-        self.scheduler.warm_up()
         self.num_steps = 0
         self.peak_kv_blocks = 0
         self._requests: dict[str, Request] = {}
@@ -176,9 +178,9 @@ class LLMEngine:
 
     def close(self) -> None:
         """Drop all requests and release all memory."""
-        self._drop_all()
         if self._trace is not None:
             self._trace.close()
+        self._drop_all()
         self.executor.close()
 
     def _drop_all(self) -> None:

@@ -15,7 +15,8 @@ from cupaged.outputs import RequestOutput
 from cupaged.sampling_params import SamplingParams
 from tests.engine.scripted import VOCAB_SIZE, NextToken, next_token, scripted
 
-ALPHABET = ["<eos>", *(ascii_letters + digits)[: VOCAB_SIZE - 1]]
+ALPHABET = ["<eos>", *ascii_letters, *digits, "_"]
+assert len(ALPHABET) == VOCAB_SIZE
 EOS = 0
 PROMPT = [10, 20, 30]
 
@@ -41,10 +42,14 @@ def make_engine(scripted_dir: Path) -> MakeEngine:
     """Return a function that builds an engine over the scripted model."""
 
     def make(
-        num_blocks: int = 64, late: bool = False, follow: NextToken = next_token, **options: Any
+        num_blocks: int = 64,
+        late: bool = False,
+        follow: NextToken = next_token,
+        num_host_blocks: int = 0,
+        **options: Any,
     ) -> LLMEngine:
         config = EngineConfig.create(scripted_dir, **{"max_num_seqs": 8, **options})
-        return LLMEngine(config, create_executor=scripted(num_blocks, late, follow))
+        return LLMEngine(config, create_executor=scripted(num_blocks, late, follow, num_host_blocks))
 
     return make
 

@@ -46,7 +46,7 @@ def test_many_requests_in_a_tiny_pool_get_their_own_tokens(
 
     for i, prompt in enumerate(prompts):
         assert outputs[str(i)].outputs[0].token_ids == continuation(prompt, 10 + 3 * i)
-    assert engine.scheduler.num_preemptions > 0 or budget < 16
+    assert engine.get_metrics()["preemptions"] > 0 or budget < 16
     assert engine.scheduler.num_used_blocks == 0
 
 
@@ -256,7 +256,7 @@ def test_request_id_in_use_is_refused(make_engine: MakeEngine) -> None:
         ([True], {}, "whole numbers"),
         (7, {}, "text or a list"),
         ({"prompt": 5, "prompt_token_ids": [1]}, {}, "'prompt' is text, got int"),
-        ({"text": "a"}, {}, "needs 'prompt' or 'prompt_token_ids' and nothing else"),
+        ({"text": "a"}, {}, "needs 'prompt' or 'prompt_token_ids', .* nothing else"),
         ([1] * 40, {}, r"40 tokens but max_model_len is 32"),
         ([1] * 32, {}, r"32 tokens but max_model_len is 32"),
         ([1] * 30, {"min_tokens": 5, "max_tokens": 9}, r"min_tokens is 5 but only 2"),
@@ -296,7 +296,7 @@ def test_logprobs_and_prompt_logprobs_are_whole_when_chunked_and_preempted(
 
     outputs = finish(engine)
 
-    assert engine.scheduler.num_preemptions > 0
+    assert engine.get_metrics()["preemptions"] > 0
     for i, expected in enumerate(cold):
         assert outputs[str(i)].prompt_logprobs == expected.prompt_logprobs
         assert outputs[str(i)].outputs == expected.outputs

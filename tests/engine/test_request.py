@@ -1,4 +1,4 @@
-"""Request: how sampled tokens end it, and what its outputs carry."""
+"""Request: how sampled tokens end its sequences, and what its outputs carry."""
 
 from pathlib import Path
 from typing import Any
@@ -9,6 +9,7 @@ from cupaged import SamplingParams
 from cupaged.engine.input_processor import InputProcessor
 from cupaged.engine.request import Request
 from cupaged.engine.tokenizer import Tokenizer
+from cupaged.outputs import CompletionOutput
 from cupaged.sampling_params import RequestOutputKind
 from cupaged.sequence import FinishReason
 from tests.engine.tiny_tokenizers import byte_level, write_directory
@@ -21,7 +22,12 @@ def tokenizer(tmp_path: Path) -> Tokenizer:
 
 def make_request(tokenizer: Tokenizer, **options: Any) -> Request:
     inputs = InputProcessor(
-        tokenizer, vocab_size=tokenizer.vocab_size, max_model_len=64, eos_token_ids=(2,), seed=0
+        tokenizer,
+        vocab_size=tokenizer.vocab_size,
+        max_model_len=64,
+        max_num_seqs=8,
+        eos_token_ids=(2,),
+        seed=0,
     )
     return inputs.make_request("r", "Paris", SamplingParams(**options))
 
@@ -34,9 +40,9 @@ def half_a_character(tokenizer: Tokenizer) -> int:
 def test_half_a_character_at_the_end_may_complete_a_stop_string(tokenizer: Tokenizer) -> None:
     request = make_request(tokenizer, stop="\ufffd")
 
-    request.append([half_a_character(tokenizer)], FinishReason.LENGTH)
+    ended = request.append(0, [half_a_character(tokenizer)], FinishReason.LENGTH)
 
-    assert (request.finish_reason, request.stop_reason) == (FinishReason.STOP, "\ufffd")
+    assert (ended, request.completions[0].stop_reason) == (FinishReason.STOP, "\ufffd")
     output = request.output()
     assert output is not None
     assert output.outputs[0].text == ""
@@ -47,9 +53,9 @@ def test_a_stop_string_within_min_tokens_does_not_count(tokenizer: Tokenizer) ->
     request = make_request(tokenizer, stop="AB", min_tokens=2)
 
     for token_id in ids:
-        request.append([token_id], None)
+        request.append(0, [token_id], None)
 
-    assert request.stop_reason == "AB"
+    assert request.completions[0].stop_reason == "AB"
     output = request.output()
     assert output is not None
     assert output.outputs[0].text == "AB "
@@ -57,9 +63,9 @@ def test_a_stop_string_within_min_tokens_does_not_count(tokenizer: Tokenizer) ->
 
 def test_without_detokenize_there_is_no_text(tokenizer: Tokenizer) -> None:
     request = make_request(tokenizer, detokenize=False, logprobs=1)
-    request.add_logprobs(False, [5, 7, 8], [-0.5, -0.1, -0.2], 3)
+    request.add_logprobs(0, False, [5, 7, 8], [-0.5, -0.1, -0.2], 3)
 
-    request.append([5], FinishReason.LENGTH)
+    request.append(0, [5], FinishReason.LENGTH)
 
     output = request.output()
     assert output is not None
@@ -72,7 +78,7 @@ def test_delta_outputs_show_the_prompt_once(tokenizer: Tokenizer) -> None:
     request = make_request(tokenizer, output_kind=RequestOutputKind.DELTA, prompt_logprobs=0)
     outputs = []
     for token_id in (5, 6):
-        request.append([token_id], None)
+        request.append(0, [token_id], None)
         outputs.append(request.output())
 
     first, second = outputs
@@ -80,3 +86,63 @@ def test_delta_outputs_show_the_prompt_once(tokenizer: Tokenizer) -> None:
     assert second is not None
     assert (first.prompt_token_ids, second.prompt_token_ids) == (tokenizer.encode("Paris"), [])
     assert (first.prompt_logprobs, second.prompt_logprobs) == ([None], None)
+
+
+def outputs_of(request: Request) -> list[CompletionOutput]:
+    output = request.output()
+    assert output is not None
+    return output.outputs
+
+
+def test_every_sequence_has_its_own_text_and_end(tokenizer: Tokenizer) -> None:
+    a, b = (tokenizer.encode(text, add_special_tokens=False)[0] for text in "AB")
+    request = make_request(tokenizer, n=2, stop="B")
+
+    assert request.append(0, [a], None) is None
+    assert request.append(1, [b], None) is FinishReason.STOP
+
+    assert not request.finished
+    assert [(part.index, part.text, part.finish_reason) for part in outputs_of(request)] == [
+        (0, "A", None),
+        (1, "", "stop"),
+    ]
+    assert request.append(0, [a], FinishReason.LENGTH) is FinishReason.LENGTH
+    assert request.finished
+    assert outputs_of(request)[0].text == "AA"
+
+
+def test_delta_outputs_are_those_with_news(tokenizer: Tokenizer) -> None:
+    request = make_request(tokenizer, n=3, output_kind=RequestOutputKind.DELTA)
+    request.append(2, [5], None)
+    request.append(0, [6], FinishReason.LENGTH)
+    first = [(part.index, part.token_ids) for part in outputs_of(request)]
+    request.append(1, [7, 8], None)
+    second = [(part.index, part.token_ids) for part in outputs_of(request)]
+
+    assert (first, second) == ([(0, [6]), (2, [5])], [(1, [7, 8])])
+
+
+def best_of(tokenizer: Tokenizer, **options: Any) -> Request:
+    """Return a request whose sequences got -1.5, -1, -0.5 and -1 a token, the first of one token."""
+    request = make_request(tokenizer, best_of=4, **options)
+    for index, logprobs in enumerate([[-1.5], [-1.5, -0.5], [-0.25, -0.75], [-1.0, -1.0]]):
+        for logprob in logprobs:
+            assert request.output() is None
+            request.add_logprobs(index, False, [10 + index], [logprob], 1)
+            request.append(index, [10 + index], None)
+        request.completions[index].finish_reason = FinishReason.LENGTH
+    return request
+
+
+def test_best_of_returns_the_n_of_the_best_mean_logprob_when_all_have_ended(tokenizer: Tokenizer) -> None:
+    parts = outputs_of(best_of(tokenizer, n=3))
+
+    assert [(part.index, part.token_ids) for part in parts] == [(0, [12, 12]), (1, [11, 11]), (2, [13, 13])]
+    assert [(part.logprobs, part.cumulative_logprob) for part in parts] == [(None, None)] * 3
+
+
+def test_best_of_shows_log_probabilities_where_asked_for(tokenizer: Tokenizer) -> None:
+    (part,) = outputs_of(best_of(tokenizer, logprobs=0))
+
+    assert part.cumulative_logprob == -1.0
+    assert [list(entry) for entry in part.logprobs or ()] == [[12], [12]]

@@ -91,7 +91,7 @@ def test_two_steps_in_flight_give_what_one_gives_with_finishes_aborts_and_preemp
                 if len(output.outputs[0].token_ids) == requests[output.request_id][2]:
                     engine.abort(output.request_id)
             engine.scheduler.check_invariants()
-        assert engine.scheduler.num_preemptions > 0 or budget < 64
+        assert engine.get_metrics()["preemptions"] > 0 or budget < 64
         assert engine.scheduler.num_used_blocks == 0
         return last
 

@@ -22,10 +22,20 @@ TEMPLATE = (
 )
 
 
-def text_after(prompt: str, length: int) -> str:
-    """Return the text that the scripted model gives after `prompt`; its last id is no token, no text."""
-    ids = continuation([ALPHABET.index(character) for character in prompt], length)
-    return "".join(ALPHABET[i] for i in ids if i < len(ALPHABET))
+def text_after(prompt: str, length: int, *, index: int = 0) -> str:
+    """Return the text that the scripted model gives after `prompt`."""
+    ids = continuation([ALPHABET.index(character) for character in prompt], length, index=index)
+    return "".join(ALPHABET[i] for i in ids)
+
+
+def usage(prompt: int, completion: int, cached: int = 0) -> dict[str, Any]:
+    """Return the usage of an answer."""
+    return {
+        "prompt_tokens": prompt,
+        "completion_tokens": completion,
+        "total_tokens": prompt + completion,
+        "prompt_tokens_details": {"cached_tokens": cached},
+    }
 
 
 class Client:

@@ -9,7 +9,7 @@ import pytest
 
 from cupaged.engine.async_engine import AsyncEngine
 from tests.engine.scripted import next_token
-from tests.server.conftest import Client, MakeClient, text_after
+from tests.server.conftest import Client, MakeClient, text_after, usage
 
 TEXT = text_after("abc", 16)
 
@@ -31,7 +31,7 @@ def test_usage_is_the_last_chunk_and_has_no_choices(client: Client) -> None:
     )
 
     assert chunks[-1]["choices"] == []
-    assert chunks[-1]["usage"] == {"prompt_tokens": 3, "completion_tokens": 2, "total_tokens": 5}
+    assert chunks[-1]["usage"] == usage(3, 2)
     assert all("usage" not in chunk for chunk in chunks[:-1])
 
 

@@ -89,7 +89,12 @@ def test_bad_json_is_a_400(client: Client, path: str) -> None:
         ({"prompt": [[1], [5000]]}, "prompt[1]", "0..63"),
         ({"prompt": ["a", ""]}, "prompt[1]", "empty"),
         ({"max_tokens": 0}, "max_tokens", "must be >= 1"),
-        ({"n": 2}, "n", "not supported yet"),
+        ({"n": 0}, "n", "must be >= 1"),
+        ({"n": 9}, "n", "max_num_seqs is 8"),
+        ({"n": 9, "best_of": 9}, "best_of", "max_num_seqs is 8"),
+        ({"n": 3, "best_of": 2}, "best_of", ">= n, which is 3"),
+        ({"priority": 1}, "priority", "fcfs"),
+        ({"cache_salt": ""}, "cache_salt", "1..1024"),
         ({"suffix": "x"}, "suffix", "not supported yet"),
     ],
 )
@@ -102,6 +107,22 @@ def test_a_bad_field_is_a_400_that_names_it(
     assert error["param"] == param
     assert words in error["message"]
     assert error["message"].endswith(f" - at `$.{param}`")
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_group_that_can_never_fit_is_a_400_with_the_numbers(make_client: MakeClient, stream: bool) -> None:
+    client = make_client(num_blocks=6, max_model_len=96)
+
+    error = error_of(client.complete("abc", n=8, max_tokens=90, stream=stream), 400)
+
+    assert all(number in error["message"] for number in ("8", "6", "blocks"))
+    assert client.complete("abc").json()["choices"][0]["text"] == text_after("abc", 16)
+
+
+def test_a_priority_is_taken_where_priorities_count(make_client: MakeClient) -> None:
+    client = make_client(scheduling_policy="priority")
+
+    assert client.complete("abc", priority=-3).json()["choices"][0]["text"] == text_after("abc", 16)
 
 
 def test_a_chat_longer_than_the_window_blames_the_messages(client: Client) -> None:

@@ -8,7 +8,7 @@ from cupaged.server.protocol import ChatBody, parse_body
 from tests.engine.conftest import ALPHABET
 from tests.engine.scripted import continuation
 from tests.engine.tiny_tokenizers import byte_level, write_directory
-from tests.server.conftest import Client, MakeClient, text_after
+from tests.server.conftest import Client, MakeClient, text_after, usage
 
 
 def test_an_answer_has_the_assistants_message_and_its_usage(client: Client) -> None:
@@ -25,13 +25,34 @@ def test_an_answer_has_the_assistants_message_and_its_usage(client: Client) -> N
             "stop_reason": None,
         }
     ]
-    assert reply["usage"] == {"prompt_tokens": 4, "completion_tokens": 5, "total_tokens": 9}
+    assert reply["usage"] == usage(4, 5)
+
+
+def test_n_answers_to_one_chat(client: Client) -> None:
+    reply = client.chat(n=3, max_tokens=5, temperature=1).json()
+
+    texts = [text_after("uhiA", 5, index=index) for index in range(3)]
+    assert [choice["message"]["content"] for choice in reply["choices"]] == texts
+    assert [choice["index"] for choice in reply["choices"]] == [0, 1, 2]
+    assert reply["usage"] == usage(4, 15)
+
+
+def test_each_of_n_streamed_answers_begins_with_the_role(client: Client) -> None:
+    messages = [{"role": "user", "content": "hi"}]
+    chunks = client.stream("/v1/chat/completions", messages=messages, n=3, max_tokens=5, temperature=1)
+
+    for index in range(3):
+        deltas = [
+            choice["delta"] for chunk in chunks for choice in chunk["choices"] if choice["index"] == index
+        ]
+        assert "".join(delta["content"] for delta in deltas) == text_after("uhiA", 5, index=index)
+        assert [delta.get("role") for delta in deltas] == ["assistant"] + [None] * (len(deltas) - 1)
 
 
 def test_without_max_tokens_the_answer_fills_the_window(make_client: MakeClient) -> None:
     reply = make_client(max_model_len=40).chat().json()
 
-    assert reply["usage"] == {"prompt_tokens": 4, "completion_tokens": 36, "total_tokens": 40}
+    assert reply["usage"] == usage(4, 36)
 
 
 def test_a_template_with_bos_gives_exactly_one(tmp_path: Path) -> None:

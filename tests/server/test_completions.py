@@ -2,6 +2,7 @@
 
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import pytest
 from msgspec import UNSET
@@ -14,7 +15,7 @@ from cupaged.server.replies import Usage
 from tests.engine.conftest import ALPHABET, MakeEngine
 from tests.engine.scripted import continuation
 from tests.engine.tiny_tokenizers import KINDS, write_directory
-from tests.server.conftest import Client, MakeClient, text_after
+from tests.server.conftest import Client, MakeClient, text_after, usage
 
 
 def test_a_completion_has_the_models_text_and_its_usage(client: Client) -> None:
@@ -32,7 +33,7 @@ def test_a_completion_has_the_models_text_and_its_usage(client: Client) -> None:
             "stop_reason": None,
         }
     ]
-    assert reply["usage"] == {"prompt_tokens": 3, "completion_tokens": 5, "total_tokens": 8}
+    assert reply["usage"] == usage(3, 5)
 
 
 def test_sixteen_tokens_unless_the_body_says_more(client: Client) -> None:
@@ -44,18 +45,92 @@ def test_token_ids_give_the_same_text(client: Client) -> None:
 
 
 def test_choices_are_in_the_order_of_the_prompts_whoever_ends_first(make_client: MakeClient) -> None:
-    stop_after = {10: 9, 20: 3, 30: 6}
+    client = make_client(follow=lambda _, position: 0 if position == 12 else 9)
+    reply = client.complete([[9] * 4, [9] * 10, [9] * 7], max_tokens=30).json()
 
-    def follow(token_id: int, position: int) -> int:
-        return 0 if position == stop_after[token_id] else token_id
-
-    client = make_client(follow=follow)
-    reply = client.complete([[10], [20], [30]], max_tokens=30).json()
-
-    texts = [ALPHABET[10] * 9, ALPHABET[20] * 3, ALPHABET[30] * 6]
+    texts = [ALPHABET[9] * length for length in (9, 3, 6)]
     assert [(choice["index"], choice["text"]) for choice in reply["choices"]] == list(enumerate(texts))
     assert {choice["finish_reason"] for choice in reply["choices"]} == {"stop"}
-    assert reply["usage"] == {"prompt_tokens": 3, "completion_tokens": 10 + 4 + 7, "total_tokens": 24}
+    assert reply["usage"] == usage(21, 10 + 4 + 7)
+
+
+def index_texts(length: int = 16) -> list[str]:
+    """Return the texts of three choices for each of "abc" and "xyz"."""
+    return [text_after(prompt, length, index=index) for prompt in ("abc", "xyz") for index in range(3)]
+
+
+def test_n_choices_of_a_prompt_stand_side_by_side_and_the_prompt_counts_once(client: Client) -> None:
+    reply = client.complete(["abc", "xyz"], n=3, temperature=1).json()
+
+    assert [choice["index"] for choice in reply["choices"]] == list(range(6))
+    assert [choice["text"] for choice in reply["choices"]] == index_texts()
+    assert reply["usage"] == usage(6, 6 * 16)
+
+
+def test_n_choices_are_streamed_by_index(client: Client) -> None:
+    chunks = client.stream(
+        "/v1/completions",
+        prompt=["abc", "xyz"],
+        n=3,
+        temperature=1,
+        stream_options={"include_usage": True},
+    )
+
+    texts, ends = [""] * 6, [0] * 6
+    for chunk in chunks[:-1]:
+        (choice,) = chunk["choices"]
+        texts[choice["index"]] += choice["text"]
+        ends[choice["index"]] += choice["finish_reason"] is not None
+    assert texts == index_texts()
+    assert ends == [1] * 6
+    assert chunks[-1]["usage"] == usage(6, 6 * 16)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_every_one_of_n_choices_echoes_and_scores_its_prompt(client: Client, stream: bool) -> None:
+    body = {"echo": True, "logprobs": 0, "n": 2, "max_tokens": 2, "temperature": 1}
+    parts: list[list[dict[str, Any]]] = [[], []]
+    if stream:
+        for chunk in client.stream("/v1/completions", prompt="abc", **body):
+            parts[chunk["choices"][0]["index"]] += chunk["choices"]
+    else:
+        for choice in client.complete("abc", **body).json()["choices"]:
+            parts[choice["index"]].append(choice)
+
+    for index, own in enumerate(parts):
+        assert "".join(part["text"] for part in own) == "abc" + text_after("abc", 2, index=index)
+        ids = continuation([1, 2, 3], 2, index=index)
+        assert [value for part in own for value in part["logprobs"]["token_logprobs"]] == [
+            None,
+            *(-i / 8 for i in [2, 3, *ids]),
+        ]
+        assert [at for part in own for at in part["logprobs"]["text_offset"]] == [0, 1, 2, 3, 4]
+
+
+def test_the_best_of_more_are_the_choices(client: Client) -> None:
+    ids = sorted((continuation([1, 2, 3], 4, index=index) for index in range(4)), key=sum)
+
+    reply = client.complete("abc", n=2, best_of=4, max_tokens=4, temperature=1).json()
+
+    assert [choice["text"] for choice in reply["choices"]] == [
+        "".join(ALPHABET[i] for i in own) for own in ids[:2]
+    ]
+    assert reply["usage"] == usage(3, 8)
+
+
+def test_prompt_tokens_found_in_the_cache_are_in_the_usage_and_salts_keep_them_apart(client: Client) -> None:
+    prompt = "abcd" * 10
+
+    found = [
+        client.complete(prompt, max_tokens=1, **salt).json()["usage"]
+        for salt in ({}, {}, {"cache_salt": "s"}, {"cache_salt": "s"})
+    ]
+    chunks = client.stream(
+        "/v1/completions", prompt=prompt, max_tokens=1, stream_options={"include_usage": True}
+    )
+
+    assert found == [usage(40, 1, cached) for cached in (0, 32, 0, 32)]
+    assert chunks[-1]["usage"] == usage(40, 1, 32)
 
 
 def test_stop_text_cuts_and_is_the_stop_reason(client: Client) -> None:
@@ -124,7 +199,7 @@ def test_echo_with_max_tokens_0_scores_the_prompt_alone(client: Client, stream: 
     (choice,) = reply["choices"]
     assert (choice["text"], choice["finish_reason"]) == ("abc", "length")
     assert choice["logprobs"]["token_logprobs"] == [None, -2 / 8, -3 / 8]
-    assert end["usage"] == {"prompt_tokens": 3, "completion_tokens": 0, "total_tokens": 3}
+    assert end["usage"] == usage(3, 0)
 
 
 def test_prompt_logprobs_are_by_token_id_and_null_first(client: Client) -> None:

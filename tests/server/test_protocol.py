@@ -16,6 +16,7 @@ from cupaged.server.protocol import (
     completion_params,
     parse_body,
     prompts_of,
+    salted,
 )
 
 MESSAGES = [{"role": "user", "content": "hi"}]
@@ -43,6 +44,8 @@ SAMPLING: dict[str, Any] = {
     "prompt_logprobs": 1,
     "skip_special_tokens": False,
     "include_stop_str_in_output": True,
+    "n": 2,
+    "best_of": 2,
 }
 
 
@@ -221,8 +224,8 @@ BAD_VALUES = {
     "min_tokens": -1,
     "logprobs": 21,
     "prompt_logprobs": -1,
-    "n": 2,
-    "best_of": 2,
+    "n": 0,
+    "best_of": 0,
     "presence_penalty": 0.5,
     "frequency_penalty": 0.5,
     "repetition_penalty": 1.1,
@@ -253,6 +256,7 @@ def test_a_bad_max_completion_tokens_is_named_as_the_user_wrote_it() -> None:
 @pytest.mark.parametrize(
     ("fields", "param"),
     [
+        ({"best_of": 2, "stream": True}, "best_of"),
         ({"top_logprobs": 2}, "top_logprobs"),
         ({"stream_options": {"include_usage": True}}, "stream_options"),
         ({"stream": True, "prompt_logprobs": 1}, "prompt_logprobs"),
@@ -282,8 +286,6 @@ def test_top_logprobs_out_of_bounds_is_refused() -> None:
         ("guided_grammar", "a"),
         ("response_format", {"type": "json_object"}),
         ("lora_request", {"lora_name": "x"}),
-        ("priority", 1),
-        ("cache_salt", "salt"),
         ("return_token_ids", True),
         ("detokenize", False),
         ("add_special_tokens", False),
@@ -345,6 +347,14 @@ def test_neutral_values_and_unknown_fields_are_accepted() -> None:
         store=True,
     )
     assert answer == chat()
+
+
+@pytest.mark.parametrize(
+    ("prompt", "expected"), [("a", {"prompt": "a"}), ([1, 2], {"prompt_token_ids": [1, 2]})]
+)
+def test_a_prompt_goes_with_its_salt(prompt: Any, expected: dict[str, Any]) -> None:
+    assert salted(prompt, completion(cache_salt="s")) == {**expected, "cache_salt": "s"}
+    assert salted(prompt, completion()) == {**expected, "cache_salt": None}
 
 
 def test_blame_takes_the_field_that_the_message_begins_with() -> None:
