@@ -1,227 +1,176 @@
 """A worker without a model: it keeps the KV cache as a dictionary and refuses every wrong slot.
 
-The next token is a pure function of all tokens before it, so what a sequence must generate is known
-beforehand, whatever the scheduler does to it on the way.
+What a token leaves in the cache names all tokens before it, and the next token is a pure function of
+that: so what a sequence must generate is known beforehand, whatever the scheduler does to it on the way,
+and KV that was computed after anything else than the sequence's own tokens does not go unnoticed.
 """
 
-from collections import Counter, deque
+from typing import NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from cupaged.batch import Batch, Flag, StepOutput
-from cupaged.sampling_params import SamplingParams
-from cupaged.scheduler.scheduler import Scheduler, Update
-from cupaged.sequence import FinishReason, Sequence, SequenceStatus
+from cupaged.scheduler.scheduler_config import SchedulerConfig
 
 VOCAB_SIZE = 97
 
 
-def next_token(tokens: list[int], banned: tuple[int, ...] = ()) -> int:
-    """Return what the scripted model says after `tokens`; a banned token gives way to the next one."""
-    token = (31 * sum(tokens) + 7 * len(tokens) + 3 * tokens[-1]) % VOCAB_SIZE
+class Cell(NamedTuple):
+    """What one token leaves in the KV cache."""
+
+    position: int
+    token: int
+    prefix: int  # stands for all tokens up to this one
+
+    def follow(self, token: int) -> "Cell":
+        """Return what `token` leaves behind this one."""
+        return Cell(self.position + 1, token, (self.prefix * 1_000_003 + token + 1) % (2**61 - 1))
+
+
+BEFORE_ALL = Cell(-1, -1, 0)
+
+
+def cells(tokens: list[int]) -> list[Cell]:
+    """Return what `tokens` leave in the cache."""
+    made = [BEFORE_ALL]
+    for token in tokens:
+        made.append(made[-1].follow(token))
+    return made[1:]
+
+
+def next_token(last: Cell, index: int = 0, banned: tuple[int, ...] = ()) -> int:
+    """Return what the scripted model says after `last`; a banned token gives way to the next one."""
+    token = (last.prefix + 31 * index) % VOCAB_SIZE
     while token in banned:
         token = (token + 1) % VOCAB_SIZE
     return token
 
 
-def expected_output(seq: Sequence) -> list[int]:
-    """Return what `seq` must have generated when it ends by itself."""
-    tokens: list[int] = seq.prompt_token_ids.tolist()
-    num_prompt = len(tokens)
-    while len(tokens) < seq.max_total_tokens:
-        early = len(tokens) - num_prompt < seq.params.min_tokens
-        tokens.append(next_token(tokens, seq.banned_token_ids if early else ()))
-        if tokens[-1] in seq.stop_token_ids:
-            break
-    return tokens[num_prompt:]
-
-
-def make_sequence(
-    prompt: int | list[int],
-    max_tokens: int = 4,
-    *,
-    name: str = "",
-    stop: tuple[int, ...] = (),
-    banned: tuple[int, ...] = (),
-    params: SamplingParams | None = None,
-) -> Sequence:
-    """Return a waiting sequence; a prompt given as a length is tokens 1, 2, 3, ..."""
-    tokens = list(range(1, prompt + 1)) if isinstance(prompt, int) else prompt
-    return Sequence(
-        request_id=name,
-        prompt_token_ids=np.array(tokens, np.int32),
-        params=params or SamplingParams(max_tokens=max_tokens),
-        max_total_tokens=len(tokens) + max_tokens,
-        stop_token_ids=stop,
-        banned_token_ids=banned,
-    )
-
-
-def make_scheduler(
-    *,
-    num_blocks: int = 64,
-    block_size: int = 4,
-    max_num_seqs: int = 8,
-    max_num_batched_tokens: int = 64,
-    max_model_len: int = 64,
-    num_batches: int = 2,
-) -> Scheduler:
-    """Return a small scheduler."""
-    return Scheduler(
-        num_blocks=num_blocks,
-        block_size=block_size,
-        max_num_seqs=max_num_seqs,
-        max_num_batched_tokens=max_num_batched_tokens,
-        max_model_len=max_model_len,
-        num_batches=num_batches,
-    )
-
-
 class ScriptedWorker:
     """Runs a batch the way a device does: it believes the batch, and nothing else."""
 
-    def __init__(self, scheduler: Scheduler) -> None:
-        self.block_size = scheduler.block_manager.block_size
-        self.num_slots = scheduler.block_manager.total * self.block_size
-        self.cache: dict[int, tuple[int, int]] = {}  # slot -> (position, token)
-        self.last_token: dict[int, int] = {}  # row -> token
+    def __init__(self, config: SchedulerConfig) -> None:
+        # With a window of 1 no cell could be told from its predecessor's prefix.
+        assert config.sliding_window != 1
+        self.config = config
+        self.cache: dict[int, Cell] = {}  # by slot
+        self.host_cache: dict[int, Cell] = {}
+        self.last_token: dict[int, int] = {}  # by row
 
-    def run(self, batch: Batch) -> StepOutput:
-        """Write the step's tokens to their slots, then sample where the batch says so."""
-        slots = batch.slot_mapping.tolist()
-        assert len(set(slots)) == len(slots), "two tokens of a step share a slot"
-        assert all(0 <= slot < self.num_slots for slot in slots)
+    def run(self, batch: Batch, lost: set[int] | None = None) -> StepOutput:
+        """Move blocks, write the step's tokens to their slots, then sample where the batch says so.
+
+        `lost` are the device blocks whose content nobody may rely on once swap_out has saved what it saves.
+        """
+        self._move_blocks(batch, lost or set())
+        self._check_slots(batch)
+        for i in range(batch.num_seqs):
+            self._write(batch, i)
         token_ids = np.zeros((batch.num_seqs, 1), np.int32)
         num_tokens = np.zeros(batch.num_seqs, np.int32)
         for i in range(batch.num_seqs):
-            self._write(batch, i)
-        for i in range(batch.num_seqs):
-            tokens = self.tokens(batch, i)
+            last = self.read(batch, i)[-1]
             if batch.flags[i] & Flag.SAMPLES:
                 banned = batch.banned[batch.banned_start[i] : batch.banned_start[i + 1]]
-                token_ids[i] = next_token(tokens, tuple(banned.tolist()))
+                index = int(batch.group_index[i]) if batch.temperature[i] > 0 else 0
+                token_ids[i] = next_token(last, index, tuple(banned.tolist()))
                 num_tokens[i] = 1
                 self.last_token[int(batch.rows[i])] = int(token_ids[i, 0])
         return StepOutput(token_ids, num_tokens)
 
+    def read(self, batch: Batch, i: int) -> list[Cell]:
+        """Return what sequence i attends to in this step, all of it through its block table."""
+        first_query, window = int(batch.positions[batch.query_start[i]]), self.config.sliding_window
+        first = max(0, first_query + 1 - window) if window else 0
+        return [self._cell(batch, i, position) for position in range(first, int(batch.seq_lens[i]))]
+
+    def _cell(self, batch: Batch, i: int, position: int) -> Cell:
+        """Return the cell of a position of sequence i."""
+        block_size = self.config.block_size
+        block = int(batch.block_tables[i, position // block_size])
+        assert block >= 0, f"sequence {i} has no block at position {position}"
+        cell = self.cache.get(block * block_size + position % block_size)
+        assert cell is not None, f"sequence {i} finds nothing at position {position}"
+        assert cell.position == position, f"position {position} finds what position {cell.position} wrote"
+        return cell
+
+    def _check_slots(self, batch: Batch) -> None:
+        """Refuse slots outside the sequence's own blocks, and blocks that two sequences touch."""
+        block_size = self.config.block_size
+        written: dict[int, int] = {}  # block -> sequence
+        for i in range(batch.num_seqs):
+            for t in range(*batch.query_start[i : i + 2].tolist()):
+                slot, position = int(batch.slot_mapping[t]), int(batch.positions[t])
+                if slot == -1:
+                    continue
+                block = int(batch.block_tables[i, position // block_size])
+                assert 0 <= block < self.config.num_blocks, f"block {block} of {self.config.num_blocks}"
+                assert slot == block * block_size + position % block_size, f"slot {slot} at {position}"
+                assert written.setdefault(block, i) == i, f"two sequences write to block {block}"
+        for i in range(batch.num_seqs):
+            for block in batch.block_tables[i].tolist():
+                assert written.get(block, i) == i, f"a sequence writes to block {block}, which {i} holds too"
+
     def _write(self, batch: Batch, i: int) -> None:
+        """Write the new tokens of sequence i; one without a slot must be there already."""
         first, end = batch.query_start[i : i + 2].tolist()
         for t in range(first, end):
-            token = int(batch.input_ids[t])
+            position, slot, token = (
+                int(batch.positions[t]),
+                int(batch.slot_mapping[t]),
+                int(batch.input_ids[t]),
+            )
             if t == end - 1 and batch.flags[i] & Flag.INPUT_FROM_LAST_TOKEN:
                 token = self.last_token[int(batch.rows[i])]
-            self.cache[int(batch.slot_mapping[t])] = (int(batch.positions[t]), token)
+            before = self._cell(batch, i, position - 1) if position else BEFORE_ALL
+            cell = before.follow(token)
+            if slot >= 0:
+                self.cache[slot] = cell
+            else:
+                assert self._cell(batch, i, position) == cell, f"slot -1, but {position} is not there"
 
-    def tokens(self, batch: Batch, i: int) -> list[int]:
-        """Return the tokens that sequence i attends to, read through its block table."""
-        tokens = []
-        for position in range(batch.seq_lens[i]):
-            block = int(batch.block_tables[i, position // self.block_size])
-            assert block >= 0, "a block table ends before its sequence"
-            written, token = self.cache[block * self.block_size + position % self.block_size]
-            assert written == position, f"position {position} finds what position {written} wrote"
-            tokens.append(token)
-        return tokens
+    def _move_blocks(self, batch: Batch, lost: set[int]) -> None:
+        """Swap out, swap in, copy, in this order; each reads all its sources before it writes."""
+        num_blocks, num_host_blocks = self.config.num_blocks, self.config.num_host_blocks
+        out, back, copy = batch.swap_out, batch.swap_in, batch.copy
+        _check_pairs(out, num_blocks, num_host_blocks, "swap_out")
+        _check_pairs(back, num_host_blocks, num_blocks, "swap_in")
+        _check_pairs(copy, num_blocks, num_blocks, "copy")
+        assert len(copy) <= batch.num_seqs, "more copies than sequences"
+        assert not set(out[:, 1].tolist()) & set(back[:, 0].tolist()), f"a host block comes and goes at once: {out} {back}"
+        targets = set(copy[:, 1].tolist())
+        assert not targets & set(copy[:, 0].tolist()), "the target of a copy is the source of another"
+        assert not targets & set(back[:, 1].tolist()), "the target of a copy is swapped in"
+        self._copy_blocks(out, self.cache, self.host_cache)
+        for block in lost:
+            self._forget(self.cache, block)
+        self._copy_blocks(back, self.host_cache, self.cache)
+        for block in back[:, 0].tolist():
+            self._forget(self.host_cache, block)
+        self._copy_blocks(copy, self.cache, self.cache)
 
+    def _copy_blocks(
+        self, pairs: NDArray[np.int32], source: dict[int, Cell], target: dict[int, Cell]
+    ) -> None:
+        """Give each target block all that its source block holds."""
+        moved: dict[int, Cell] = {}
+        for from_block, to_block in pairs.tolist():
+            for offset in range(self.config.block_size):
+                cell = source.get(from_block * self.config.block_size + offset)
+                if cell is not None:
+                    moved[to_block * self.config.block_size + offset] = cell
+        for block in pairs[:, 1].tolist():
+            self._forget(target, block)
+        target.update(moved)
 
-class Harness:
-    """A scheduler and a scripted worker that answers at once, or one step late with max_in_flight = 2."""
-
-    def __init__(self, scheduler: Scheduler, max_in_flight: int = 1) -> None:
-        self.scheduler = scheduler
-        self.worker = ScriptedWorker(scheduler)
-        self.max_in_flight = max_in_flight
-        self.outputs: dict[Sequence, list[int]] = {}
-        self.admitted: list[Sequence] = []
-        self.prompt_positions: dict[Sequence, list[int]] = {}  # whose log-probabilities came
-        self.steps: list[Counter[Sequence]] = []  # new tokens by sequence
-        self.in_flight: deque[tuple[Batch, list[Sequence]]] = deque()
-
-    def add(self, *seqs: Sequence) -> None:
-        """Queue sequences."""
-        for seq in seqs:
-            self.scheduler.add(seq)
-            self.outputs[seq] = []
-            self.prompt_positions[seq] = []
-
-    def schedule(self) -> Batch | None:
-        """Plan a step and put it in flight."""
-        batch = self.scheduler.schedule()
-        self.scheduler.check_invariants()
-        if batch is not None:
-            by_row = {seq.row: seq for seq in self.outputs if seq.row >= 0}
-            seqs = [by_row[row] for row in batch.rows.tolist()]
-            self._note(batch, seqs)
-            self.in_flight.append((batch, seqs))
-        else:
-            assert self.in_flight or not self.scheduler.has_unfinished(), "nobody can ever run again"
-        return batch
-
-    def update(self) -> Update:
-        """Run the oldest step in flight, check what it reads and take its result back."""
-        batch, seqs = self.in_flight.popleft()
-        output = self.worker.run(batch)
-        for i, seq in enumerate(seqs):
-            if seq.finish_reason is None:
-                known = seq.prompt_token_ids.tolist() + expected_output(seq)
-                assert self.worker.tokens(batch, i) == known[: batch.seq_lens[i]]
-        update = self.scheduler.update(batch, output)
-        self.scheduler.check_invariants()
-        for i, updated in enumerate(update.sequences):
-            if updated is not None:
-                assert updated is seqs[i]
-                self.outputs[updated] += output.token_ids[i, : update.num_tokens[i]].tolist()
-        return update
-
-    def step(self) -> None:
-        """Do what an engine does: fill the flight, take the oldest back."""
-        while len(self.in_flight) < self.max_in_flight and self.schedule() is not None:
-            pass
-        if self.in_flight:
-            self.update()
-
-    def run(self, max_steps: int = 10_000) -> None:
-        """Step until all is done."""
-        while self.scheduler.has_unfinished() or self.in_flight:
-            assert len(self.steps) < max_steps, "it does not end"
-            self.step()
-
-    def abort(self, seq: Sequence) -> None:
-        """End a sequence from outside."""
-        self.scheduler.finish(seq, FinishReason.ABORT)
-        self.scheduler.check_invariants()
-
-    def _note(self, batch: Batch, seqs: list[Sequence]) -> None:
-        counts = np.diff(batch.query_start).tolist()
-        assert all(seq.status is SequenceStatus.RUNNING for seq in seqs)
-        assert sum(counts) <= self.scheduler.max_num_batched_tokens
-        self.steps.append(Counter(dict(zip(seqs, counts, strict=True))))
-        serials = dict(zip(seqs, batch.serials.tolist(), strict=True))
-        self.admitted += sorted((s for s in seqs if s not in self.admitted), key=serials.__getitem__)
-        for index, i, target in zip(batch.logit_index, batch.logit_seq, batch.logit_target, strict=True):
-            if target >= 0:
-                position = int(batch.positions[index])
-                assert target == seqs[i].prompt_token_ids[position + 1]
-                self.prompt_positions[seqs[i]].append(position)
+    def _forget(self, cache: dict[int, Cell], block: int) -> None:
+        for offset in range(self.config.block_size):
+            cache.pop(block * self.config.block_size + offset, None)
 
 
-def assert_all_as_expected(harness: Harness, seqs: list[Sequence]) -> None:
-    """Assert that each sequence generated what it must and that nothing is held any more."""
-    for seq in seqs:
-        assert harness.outputs[seq] == expected_output(seq)
-    assert harness.scheduler.num_running == harness.scheduler.num_waiting == 0
-    assert harness.scheduler.num_used_blocks == 0
-
-
-def start(*seqs: Sequence, max_in_flight: int = 1, **options: int) -> Harness:
-    """Return a harness over `make_scheduler(**options)` in which `seqs` wait."""
-    harness = Harness(make_scheduler(**options), max_in_flight)
-    harness.add(*seqs)
-    return harness
-
-
-def preempting() -> tuple[Harness, list[Sequence]]:
-    """Return three sequences of one block each that grow until four blocks no longer hold them."""
-    seqs = [make_sequence([i, 5, 6, 7], 8) for i in range(3)]
-    harness = start(*seqs, num_blocks=4, max_model_len=16)
-    return harness, seqs
+def _check_pairs(pairs: NDArray[np.int32], num_sources: int, num_targets: int, name: str) -> None:
+    """Refuse ids outside the pools and targets that are written twice."""
+    for column, total in enumerate((num_sources, num_targets)):
+        assert ((pairs[:, column] >= 0) & (pairs[:, column] < total)).all(), f"{name} outside the pool"
+    assert len(set(pairs[:, 1].tolist())) == len(pairs), f"{name} writes to a block twice"

@@ -1,53 +1,54 @@
-"""Block tables grow and are freed on the pool's arrays alone."""
+"""Block tables grow, are shared, moved and freed on the pools' arrays alone."""
 
-from cupaged.scheduler.allocator import Blocks, create_blocks, free_table, grow_table
+import numpy as np
+import pytest
+
+from cupaged.scheduler.allocator import HOLE, Blocks, create_blocks, create_host_blocks
+from cupaged.scheduler.block_manager import evictable
+from cupaged.scheduler.counters import create_counters
+from cupaged.scheduler.prefix_cache import create_prefix_cache
+from tests.scheduler import compiled
+
+NONE = np.empty(0, np.int32)
 
 
 def make_blocks(total: int = 10) -> Blocks:
-    return create_blocks(total, block_size=4, num_rows=4, max_blocks=6)
+    cache = create_prefix_cache(total, 4, enabled=True)
+    return create_blocks(total, 4, table_shape=(4, 6), cache=cache, counters=create_counters())
 
 
 def table(blocks: Blocks, row: int) -> list[int]:
     return [int(block) for block in blocks.block_tables[row, : blocks.num_blocks[row]]]
 
 
+def cached(*numbers: int) -> Blocks:
+    """Return a pool in which row i has cached `numbers[i]` blocks."""
+    blocks = make_blocks()
+    for row, number in enumerate(numbers):
+        compiled.allocate(blocks, row, NONE, number)
+        compiled.register(blocks, row, np.arange(100 * row, 100 * row + 4 * number, dtype=np.int32), 0)
+    return blocks
+
+
 def test_growing_keeps_the_blocks_a_row_has() -> None:
     blocks = make_blocks()
-    grow_table(blocks, 0, 1)
+    compiled.grow(blocks, 0, 1)
     before = table(blocks, 0)
 
-    assert grow_table(blocks, 0, 2)
+    compiled.grow(blocks, 0, 3)
+    compiled.grow(blocks, 0, 2)
 
     assert table(blocks, 0)[:1] == before
-    assert len(set(table(blocks, 0))) == 2
-
-
-def test_growing_to_what_a_row_has_takes_none() -> None:
-    blocks = make_blocks()
-    grow_table(blocks, 0, 2)
-
-    assert grow_table(blocks, 0, 2)
-
-    assert blocks.num_free[0] == 8
-
-
-def test_growing_takes_nothing_when_there_are_too_few() -> None:
-    blocks = make_blocks(total=6)
-    grow_table(blocks, 0, 5)
-
-    assert not grow_table(blocks, 1, 2)
-
-    assert table(blocks, 1) == []
-    assert blocks.num_free[0] == 1
+    assert len(set(table(blocks, 0))) == 3
 
 
 def test_freeing_gives_every_block_back() -> None:
     blocks = make_blocks()
-    grow_table(blocks, 0, 3)
-    grow_table(blocks, 1, 5)
+    compiled.grow(blocks, 0, 3)
+    compiled.grow(blocks, 1, 5)
 
-    free_table(blocks, 0)
-    free_table(blocks, 1)
+    compiled.free(blocks, 0)
+    compiled.free(blocks, 1)
 
     assert sorted(blocks.free[: blocks.num_free[0]].tolist()) == list(range(10))
     assert not blocks.ref_count.any()
@@ -56,9 +57,100 @@ def test_freeing_gives_every_block_back() -> None:
 
 def test_block_still_referenced_is_not_freed() -> None:
     blocks = make_blocks()
-    grow_table(blocks, 0, 1)
-    blocks.ref_count[table(blocks, 0)] += 1  # as a second table that holds it would
+    compiled.grow(blocks, 0, 2)
+    compiled.fork(blocks, 0, 1, 1)
 
-    free_table(blocks, 0)
+    compiled.free(blocks, 0)
 
     assert blocks.num_free[0] == 9
+    assert blocks.ref_count[table(blocks, 1)].tolist() == [1]
+
+
+def test_cached_blocks_are_taken_after_all_free_ones_and_oldest_first() -> None:
+    blocks = cached(2, 1)
+    first, second = table(blocks, 0), table(blocks, 1)
+    compiled.free(blocks, 1)
+    compiled.free(blocks, 0)
+
+    assert evictable(blocks) == [*second, *reversed(first)]
+    compiled.grow(blocks, 2, 5)
+    compiled.grow(blocks, 3, 4)
+
+    assert table(blocks, 3)[2:] == [*second, first[1]]
+    assert blocks.cache.serials[second].tolist() == [0]
+    assert blocks.cache.serials[first[0]] > 0
+
+
+def test_found_block_is_evictable_no_more() -> None:
+    blocks = cached(2)
+    found = table(blocks, 0)
+    compiled.free(blocks, 0)
+
+    compiled.allocate(blocks, 1, np.array(found[:1], np.int32), 1)
+
+    assert evictable(blocks) == found[1:]
+
+
+@pytest.mark.parametrize("holders", [1, 2])
+def test_shared_block_is_copied_before_it_is_written(holders: int) -> None:
+    blocks, pair = make_blocks(), np.zeros(2, np.int32)
+    compiled.grow(blocks, 0, 2)
+    before = table(blocks, 0)
+    if holders == 2:
+        compiled.fork(blocks, 0, 1, 2)
+
+    copies = compiled.write(blocks, 0, 1, pair)
+
+    assert copies == (holders == 2)
+    if copies:
+        assert table(blocks, 1) == before
+        assert pair.tolist() == [before[1], table(blocks, 0)[1]]
+        assert blocks.ref_count[pair].tolist() == [1, 1]
+
+
+def test_cached_block_of_a_single_holder_is_found_no_more_once_it_is_written() -> None:
+    blocks = cached(2)
+
+    assert not compiled.write(blocks, 0, 1, np.zeros(2, np.int32))
+
+    assert blocks.cache.serials[table(blocks, 0)].tolist() == [1, 0]
+
+
+def test_blocks_before_the_window_become_holes() -> None:
+    blocks = make_blocks()
+    compiled.grow(blocks, 0, 4)
+    before = table(blocks, 0)
+
+    compiled.free_before(blocks, 0, 2)
+
+    assert table(blocks, 0) == [HOLE, HOLE, *before[2:]]
+    assert blocks.num_free[0] == 8
+
+
+def test_moved_tables_share_what_they_shared_and_keep_holes() -> None:
+    blocks, host = make_blocks(), create_host_blocks(6, 4, table_shape=(4, 6))
+    compiled.grow(blocks, 0, 3)
+    compiled.free_before(blocks, 0, 1)
+    compiled.fork(blocks, 0, 1, 3)
+    compiled.grow(blocks, 1, 4)
+    pairs = np.zeros((6, 2), np.int32)
+
+    count = compiled.move(blocks, host, np.array([0, 1], np.int32), pairs)
+
+    assert count == 3
+    assert table(host, 0)[0] == HOLE
+    assert table(host, 0) == table(host, 1)[:3]
+    assert sorted(pairs[:3, 1].tolist()) == sorted(table(host, 1)[1:])
+    assert blocks.num_free[0] == 10
+
+
+def test_beams_take_the_tables_of_their_parents() -> None:
+    blocks = make_blocks()
+    for row in range(3):
+        compiled.grow(blocks, row, row + 1)
+    before = [table(blocks, row) for row in range(3)]
+
+    compiled.reorder(blocks, np.array([0, 1, 2], np.int32), np.array([2, 1], np.int32))
+
+    assert [table(blocks, row) for row in range(3)] == [before[2], before[1], []]
+    assert blocks.num_free[0] == 5

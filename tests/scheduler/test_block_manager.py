@@ -1,51 +1,58 @@
-"""BlockManager: admission, its limits, and that its invariants catch what they should."""
+"""BlockManager: its limits, and that its invariants catch what they should."""
 
 import numpy as np
 import pytest
 
 from cupaged.scheduler.block_manager import BlockManager
+from cupaged.scheduler.counters import create_counters
+from cupaged.scheduler.scheduler_config import SchedulerConfig
+from tests.scheduler import compiled
+
+NONE = np.empty(0, np.int32)
 
 
 def make_manager(num_blocks: int = 10, block_size: int = 4, max_model_len: int = 24) -> BlockManager:
-    return BlockManager(num_blocks=num_blocks, block_size=block_size, num_rows=4, max_model_len=max_model_len)
+    config = SchedulerConfig(
+        num_blocks=num_blocks,
+        block_size=block_size,
+        max_num_seqs=4,
+        max_num_batched_tokens=64,
+        max_model_len=max_model_len,
+        num_host_blocks=4,
+    )
+    return BlockManager(config, create_counters())
 
 
-def table(manager: BlockManager, row: int) -> list[int]:
-    blocks = manager.blocks
-    return [int(block) for block in blocks.block_tables[row, : blocks.num_blocks[row]]]
+def cached() -> BlockManager:
+    """Return a pool with a row of 3 cached blocks and 2 more that are evictable."""
+    manager = make_manager()
+    for row, number in ((0, 3), (1, 2)):
+        compiled.allocate(manager.blocks, row, NONE, number)
+        tokens = np.arange(100 * row, 100 * row + 4 * number, dtype=np.int32)
+        compiled.register(manager.blocks, row, tokens, 0)
+    compiled.free(manager.blocks, 1)
+    manager.check_invariants()
+    return manager
 
 
 @pytest.mark.parametrize(("num_tokens", "expected"), [(1, 1), (3, 1), (4, 1), (5, 2), (17, 5), (24, 6)])
 def test_tokens_take_whole_blocks(num_tokens: int, expected: int) -> None:
-    manager = make_manager()
-
-    manager.allocate(0, num_tokens)
-
-    assert len(table(manager, 0)) == expected
-    assert manager.num_free == 10 - expected
+    assert make_manager().blocks_for(num_tokens) == expected
 
 
-def test_rows_get_different_blocks() -> None:
-    manager = make_manager()
-
-    manager.allocate(0, 9)
-    manager.allocate(1, 20)
-
-    assert not set(table(manager, 0)) & set(table(manager, 1))
-    manager.check_invariants()
+@pytest.mark.parametrize(
+    ("num_prompt", "num_total", "num_sequences", "expected"),
+    [(8, 12, 1, 3), (8, 12, 3, 2 + 3), (9, 12, 3, 2 + 3), (7, 12, 3, 1 + 3 * 2), (3, 4, 4, 4)],
+)
+def test_group_takes_its_prompts_full_blocks_once(
+    num_prompt: int, num_total: int, num_sequences: int, expected: int
+) -> None:
+    assert make_manager().most_blocks(num_prompt, num_total, num_sequences) == expected
 
 
 def test_watermark_is_a_hundredth_of_the_pool_but_at_least_one_block() -> None:
     assert make_manager(num_blocks=1000).watermark == 10
     assert make_manager(num_blocks=10).watermark == 1
-
-
-def test_watermark_counts_at_admission_only_if_asked_for() -> None:
-    manager = make_manager(num_blocks=6)
-
-    assert not manager.can_allocate(24, keep_watermark=True)
-    assert manager.can_allocate(24, keep_watermark=False)
-    assert manager.can_allocate(20, keep_watermark=True)
 
 
 def test_pool_smaller_than_max_model_len_is_refused_with_both_numbers() -> None:
@@ -58,13 +65,12 @@ def test_pool_with_more_tokens_than_slots_can_number_is_refused() -> None:
         make_manager(num_blocks=2**27 + 1, block_size=16)
 
 
-@pytest.mark.parametrize("block_size", [1, 3, 16, 1000])
-def test_any_block_size_works(block_size: int) -> None:
-    manager = make_manager(block_size=block_size, max_model_len=10)
+def test_blocks_with_cached_content_count_as_free() -> None:
+    manager = cached()
 
-    manager.allocate(0, 10)
-
-    assert len(table(manager, 0)) == -(-10 // block_size)
+    assert manager.num_free == 7
+    manager.reset_prefix_cache()
+    assert manager.num_free == manager.blocks.num_free[0] == 7
     manager.check_invariants()
 
 
@@ -76,14 +82,11 @@ class TestInvariants:
         with pytest.raises(AssertionError, match="9 free"):
             manager.check_invariants()
 
-    def test_block_in_two_tables_is_found(self) -> None:
+    def test_lost_host_block_is_found(self) -> None:
         manager = make_manager()
-        manager.allocate(0, 4)
-        manager.allocate(1, 4)
-        manager.blocks.block_tables[1, 0] = manager.blocks.block_tables[0, 0]
-        manager.blocks.ref_count[:] = np.bincount([table(manager, 0)[0]] * 2, minlength=10)
+        manager.host_blocks.num_free[0] -= 1
 
-        with pytest.raises(AssertionError, match="two places"):
+        with pytest.raises(AssertionError, match="3 free"):
             manager.check_invariants()
 
     def test_unexplained_reference_is_found(self) -> None:
@@ -97,13 +100,82 @@ class TestInvariants:
         manager = make_manager()
         manager.blocks.free[0] = manager.blocks.free[1]
 
-        with pytest.raises(AssertionError, match="twice on the free stack"):
+        with pytest.raises(AssertionError, match="twice among the free"):
             manager.check_invariants()
 
     def test_free_block_in_a_table_is_found(self) -> None:
         manager = make_manager()
-        manager.allocate(0, 4)
-        manager.blocks.free[0] = table(manager, 0)[0]
+        compiled.grow(manager.blocks, 0, 1)
+        manager.blocks.free[0] = manager.blocks.block_tables[0, 0]
 
         with pytest.raises(AssertionError, match="a free block is in a table"):
+            manager.check_invariants()
+
+    def test_hole_behind_a_block_is_found(self) -> None:
+        manager = make_manager()
+        compiled.grow(manager.blocks, 0, 2)
+        manager.blocks.block_tables[0, 1] = -1
+
+        with pytest.raises(AssertionError, match="no block of the pool"):
+            manager.check_invariants()
+
+    def test_row_in_both_pools_is_found(self) -> None:
+        manager = make_manager()
+        compiled.grow(manager.blocks, 2, 1)
+        compiled.grow(manager.host_blocks, 2, 1)
+
+        with pytest.raises(AssertionError, match="row 2 has a table in both pools"):
+            manager.check_invariants()
+
+    def test_broken_ring_is_found(self) -> None:
+        manager = cached()
+        manager.blocks.older[10] = 10
+
+        with pytest.raises(AssertionError, match="ring of evictable blocks is broken"):
+            manager.check_invariants()
+
+    def test_miscounted_ring_is_found(self) -> None:
+        manager = cached()
+        manager.blocks.num_evictable[0] += 1
+
+        with pytest.raises(AssertionError, match="miscounted"):
+            manager.check_invariants()
+
+    def test_entry_that_nobody_finds_is_found(self) -> None:
+        manager = cached()
+        cache = manager.blocks.cache
+        cache.slots[cache.slots == manager.blocks.block_tables[0, 0]] = -1
+
+        with pytest.raises(AssertionError, match="disagree on the entries"):
+            manager.check_invariants()
+
+    def test_entry_behind_a_gap_is_found(self) -> None:
+        manager = cached()
+        cache = manager.blocks.cache
+        block = int(manager.blocks.block_tables[0, 0])
+        place = int(np.flatnonzero(cache.slots == block)[0])
+        far = next(p for p in range(cache.slots.size) if cache.slots[p] < 0 and cache.slots[p - 1] < 0)
+        cache.slots[place], cache.slots[far] = -1, block
+
+        with pytest.raises(AssertionError, match=f"block {block} cannot be found"):
+            manager.check_invariants()
+
+    def test_entries_of_one_serial_are_found(self) -> None:
+        manager = cached()
+        first, second, _ = manager.blocks.block_tables[0, :3]
+        manager.blocks.cache.serials[second] = manager.blocks.cache.serials[first]
+
+        with pytest.raises(AssertionError, match="two entries have one serial"):
+            manager.check_invariants()
+
+    def test_free_block_that_is_an_entry_is_found(self) -> None:
+        manager = cached()
+        blocks = manager.blocks
+        block = blocks.newer[10]
+        blocks.newer[10], blocks.older[blocks.newer[block]] = blocks.newer[block], 10
+        blocks.num_evictable[0] -= 1
+        blocks.free[blocks.num_free[0]] = block
+        blocks.num_free[0] += 1
+
+        with pytest.raises(AssertionError, match="a free entry is not evictable"):
             manager.check_invariants()

@@ -4,19 +4,14 @@ import numpy as np
 import pytest
 
 from cupaged.batch import Flag, StepOutput
-from cupaged.sequence import FinishReason, SequenceStatus
-from tests.scheduler.scripted import (
-    assert_all_as_expected,
-    expected_output,
-    make_scheduler,
-    make_sequence,
-    start,
-)
+from cupaged.sequence import SequenceStatus
+from tests.scheduler.groups import expected_output, make_group, make_scheduler
+from tests.scheduler.harness import assert_all_as_expected, start
 
 
 class TestInFlight:
     def test_second_step_takes_its_input_from_the_device(self) -> None:
-        harness = start(make_sequence(3))
+        harness = start(make_group(3))
         harness.schedule()
 
         batch = harness.schedule()
@@ -26,7 +21,7 @@ class TestInFlight:
         assert batch.positions.tolist() == [3]
 
     def test_known_token_is_not_taken_from_the_device(self) -> None:
-        harness = start(make_sequence(3))
+        harness = start(make_group(3))
         harness.step()
 
         batch = harness.schedule()
@@ -35,13 +30,13 @@ class TestInFlight:
         assert batch.flags.tolist() == [Flag.SAMPLES]
 
     def test_nothing_is_scheduled_beyond_max_total_tokens(self) -> None:
-        harness = start(make_sequence(3, 1))
+        harness = start(make_group(3, 1))
         harness.schedule()
 
         assert harness.schedule() is None
 
     def test_third_step_in_flight_is_refused(self) -> None:
-        harness = start(make_sequence(3, 9))
+        harness = start(make_group(3, 9))
         harness.schedule()
         harness.schedule()
 
@@ -50,7 +45,7 @@ class TestInFlight:
 
     def test_batches_come_back_in_order(self) -> None:
         scheduler = make_scheduler()
-        scheduler.add(make_sequence(3, 9))
+        scheduler.add(make_group(3, 9))
         scheduler.schedule()
         second = scheduler.schedule()
         assert second is not None
@@ -59,7 +54,7 @@ class TestInFlight:
             scheduler.update(second, StepOutput(np.ones((1, 1), np.int32), np.ones(1, np.int32)))
 
     def test_second_batch_leaves_the_first_untouched(self) -> None:
-        harness = start(make_sequence(3, 9))
+        harness = start(make_group(3, 9))
         first = harness.schedule()
         assert first is not None
         before = first.input_ids.copy()
@@ -68,21 +63,21 @@ class TestInFlight:
 
         assert np.array_equal(first.input_ids, before)
 
-    def test_token_in_flight_reaches_a_sequence_preempted_meanwhile(self) -> None:
-        seqs = [make_sequence([i, 5, 6, 7], 8) for i in range(3)]
-        harness = start(*seqs, num_blocks=4, max_model_len=16, max_in_flight=2)
+    def test_token_in_flight_of_a_sequence_preempted_meanwhile_is_sampled_anew(self) -> None:
+        groups = [make_group([i, 5, 6, 7], 8) for i in range(3)]
+        harness = start(*groups, num_blocks=4, max_model_len=16, max_in_flight=2)
         harness.schedule()
         harness.schedule()
-        assert seqs[2].status is SequenceStatus.PREEMPTED
+        assert groups[2].status is SequenceStatus.PREEMPTED
 
         harness.update()
 
-        assert harness.outputs[seqs[2]] == expected_output(seqs[2])[:1]
+        assert harness.output(groups[2]) == []
         harness.run()
-        assert_all_as_expected(harness, seqs)
+        assert_all_as_expected(harness, groups)
 
     def test_sequence_resumes_while_its_token_is_in_flight(self) -> None:
-        old, young = make_sequence([1, 5, 6, 7], 5), make_sequence([2, 5, 6, 7], 8)
+        old, young = make_group([1, 5, 6, 7], 5), make_group([2, 5, 6, 7], 8)
         harness = start(old, young, num_blocks=4, max_model_len=16)
         harness.schedule()
         for _ in range(4):
@@ -94,38 +89,24 @@ class TestInFlight:
         batch = harness.schedule()
 
         assert batch is not None
-        assert batch.seq_lens.tolist() == [9]
-        assert batch.flags.tolist() == [Flag.SAMPLES | Flag.INPUT_FROM_LAST_TOKEN | Flag.RESET]
+        assert batch.seq_lens.tolist() == [8]  # the ninth token is sampled anew
+        assert batch.flags.tolist() == [Flag.SAMPLES | Flag.RESET]
         harness.run()
         assert_all_as_expected(harness, [young])
 
-    def test_preempted_sequence_can_end_by_its_token_in_flight(self) -> None:
-        old = [make_sequence([i, 5, 6, 7], 8) for i in range(2)]
-        young = make_sequence([2, 5, 6, 7], 1)
-        harness = start(*old, young, num_blocks=4, max_model_len=16, max_in_flight=2)
-        harness.schedule()
-        harness.schedule()
-        assert young.status is SequenceStatus.PREEMPTED
-
-        harness.update()
-
-        assert young.finish_reason is FinishReason.LENGTH
-        harness.run()
-        assert_all_as_expected(harness, [*old, young])
-
     def test_step_after_the_stop_token_is_discarded(self) -> None:
-        seq = make_sequence(3, 8, stop=tuple(expected_output(make_sequence(3, 1))))
-        harness = start(seq, max_in_flight=2)
+        group = make_group(3, 8, stop=tuple(expected_output(make_group(3, 1))))
+        harness = start(group, max_in_flight=2)
 
         harness.run()
 
         assert len(harness.steps) == 2
-        assert_all_as_expected(harness, [seq])
+        assert_all_as_expected(harness, [group])
 
     def test_one_batch_at_a_time_is_enough(self) -> None:
-        seqs = [make_sequence(5) for _ in range(3)]
-        harness = start(*seqs, num_batches=1)
+        groups = [make_group(5) for _ in range(3)]
+        harness = start(*groups, num_batches=1)
 
         harness.run()
 
-        assert_all_as_expected(harness, seqs)
+        assert_all_as_expected(harness, groups)

@@ -5,8 +5,10 @@ import pytest
 
 from cupaged.batch import Batch, Bucket, Flag, bucket_for
 from cupaged.sampling_params import SamplingParams
+from cupaged.scheduler.counters import Counter as Event
 from cupaged.scheduler.pack import BatchBuffer
-from tests.scheduler.scripted import Harness, make_scheduler, make_sequence, start
+from tests.scheduler.groups import make_group, make_scheduler
+from tests.scheduler.harness import Harness, count, start
 
 
 def schedule(harness: Harness) -> Batch:
@@ -18,11 +20,11 @@ def schedule(harness: Harness) -> Batch:
 def mixed() -> tuple[Harness, Batch]:
     """Return a step of a prefill chunk of 5 that arrived first and one decode."""
     harness = Harness(make_scheduler(max_num_batched_tokens=6))
-    harness.add(make_sequence([21, 22, 23, 24, 25, 26, 27, 28, 29, 30, 31]))
+    harness.add(make_group([21, 22, 23, 24, 25, 26, 27, 28, 29, 30, 31]))
     harness.step()
-    harness.add(make_sequence([41], 9))
+    harness.add(make_group([41], 9))
     harness.step()
-    harness.add(make_sequence([51, 52, 53, 54, 55, 56, 57, 58, 59]))
+    harness.add(make_group([51, 52, 53, 54, 55, 56, 57, 58, 59]))
     return harness, schedule(harness)
 
 
@@ -35,17 +37,17 @@ def test_decodes_come_first() -> None:
 
 def test_rows_are_by_arrival_within_decodes_and_within_chunks() -> None:
     harness = Harness(make_scheduler())
-    seqs = [make_sequence([i] * n) for i, n in enumerate((1, 3, 1, 2, 1))]
-    harness.add(*seqs)
+    groups = [make_group([i] * n) for i, n in enumerate((1, 3, 1, 2, 1))]
+    harness.add(*groups)
 
     batch = schedule(harness)
 
-    assert batch.rows.tolist() == [seqs[i].row for i in (0, 2, 4, 1, 3)]
+    assert batch.rows.tolist() == [groups[i].sequences[0].row for i in (0, 2, 4, 1, 3)]
 
 
 def test_chunk_of_one_token_counts_as_decode() -> None:
     harness = Harness(make_scheduler(max_num_batched_tokens=4))
-    harness.add(make_sequence([1, 2, 3]), make_sequence([4, 5, 6]))
+    harness.add(make_group([1, 2, 3]), make_group([4, 5, 6]))
 
     batch = schedule(harness)
 
@@ -56,7 +58,7 @@ def test_chunk_of_one_token_counts_as_decode() -> None:
 
 def test_ids_positions_and_lengths_continue_where_the_last_chunk_ended() -> None:
     harness = Harness(make_scheduler(max_num_batched_tokens=6))
-    harness.add(make_sequence([21, 22, 23, 24, 25, 26, 27, 28, 29]))
+    harness.add(make_group([21, 22, 23, 24, 25, 26, 27, 28, 29]))
     harness.step()
 
     batch = schedule(harness)
@@ -68,7 +70,7 @@ def test_ids_positions_and_lengths_continue_where_the_last_chunk_ended() -> None
 
 def test_slots_follow_the_block_table() -> None:
     harness = Harness(make_scheduler(block_size=4))
-    harness.add(make_sequence(2), make_sequence(6))
+    harness.add(make_group(2), make_group(6))
 
     batch = schedule(harness)
 
@@ -79,7 +81,7 @@ def test_slots_follow_the_block_table() -> None:
 
 def test_block_tables_are_as_wide_as_the_longest_and_end_with_minus_one() -> None:
     harness = Harness(make_scheduler(block_size=4))
-    harness.add(make_sequence(2), make_sequence(9))
+    harness.add(make_group(2), make_group(9))
 
     batch = schedule(harness)
 
@@ -89,24 +91,24 @@ def test_block_tables_are_as_wide_as_the_longest_and_end_with_minus_one() -> Non
 
 
 def test_first_step_and_first_step_after_preemption_say_reset() -> None:
-    seqs = [make_sequence([i, 5, 6, 7], 8) for i in range(3)]
+    groups = [make_group([i, 5, 6, 7], 8) for i in range(3)]
     harness = Harness(make_scheduler(num_blocks=4, max_model_len=16))
-    harness.add(*seqs)
+    harness.add(*groups)
     resets = []
 
     while harness.scheduler.has_unfinished():
         batch = schedule(harness)
-        by_row = {seq.row: seq for seq in seqs}
+        by_row = {group.sequences[0].row: group for group in groups}
         resets += [by_row[int(row)] for row in batch.rows[batch.flags & int(Flag.RESET) > 0]]
         harness.update()
 
-    assert [resets.count(seq) for seq in seqs] == [1 + seq.num_preemptions for seq in seqs]
-    assert harness.scheduler.num_preemptions > 0
+    assert [resets.count(group) for group in groups] == [1 + group.num_preemptions for group in groups]
+    assert count(harness, Event.PREEMPTIONS) > 0
 
 
 def test_sampling_rows_want_their_last_position() -> None:
     harness = Harness(make_scheduler(max_num_batched_tokens=8))
-    harness.add(make_sequence(3), make_sequence(9))
+    harness.add(make_group(3), make_group(9))
 
     batch = schedule(harness)
 
@@ -118,7 +120,7 @@ def test_sampling_rows_want_their_last_position() -> None:
 def test_prompt_positions_want_the_next_prompt_token_and_then_a_sample() -> None:
     harness = Harness(make_scheduler())
     params = SamplingParams(max_tokens=4, prompt_logprobs=3)
-    harness.add(make_sequence([7, 8]), make_sequence([11, 12, 13], params=params))
+    harness.add(make_group([7, 8]), make_group([11, 12, 13], params=params))
 
     batch = schedule(harness)
 
@@ -131,32 +133,29 @@ def test_prompt_positions_want_the_next_prompt_token_and_then_a_sample() -> None
 @pytest.mark.parametrize("budget", [1, 3, 64])
 def test_each_prompt_position_comes_once_whatever_the_chunks(budget: int) -> None:
     params = SamplingParams(max_tokens=4, prompt_logprobs=0)
-    seq, other = make_sequence(9, params=params), make_sequence(5)
-    harness = start(seq, other, max_num_batched_tokens=budget)
+    group, other = make_group(9, params=params), make_group(5)
+    harness = start(group, other, max_num_batched_tokens=budget)
 
     harness.run()
 
-    assert harness.prompt_positions == {seq: list(range(8)), other: []}
+    assert harness.prompt_positions == {group: list(range(8)), other: []}
 
 
 def test_recomputed_prompt_does_not_bring_them_again() -> None:
     params = SamplingParams(max_tokens=8, prompt_logprobs=2)
-    seqs = [make_sequence(4, 8, params=params) for _ in range(3)]
-    harness = start(*seqs, num_blocks=4, max_model_len=16, max_in_flight=2)
+    groups = [make_group(4, 8, params=params) for _ in range(3)]
+    harness = start(*groups, num_blocks=4, max_model_len=16, max_in_flight=2)
 
     harness.run()
 
-    assert seqs[2].num_preemptions > 0
-    assert harness.prompt_positions[seqs[2]] == [0, 1, 2]
+    assert groups[2].num_preemptions > 0
+    assert harness.prompt_positions[groups[2]] == [0, 1, 2]
 
 
 def test_sampling_parameters_stand_by_sequence() -> None:
     harness = Harness(make_scheduler())
     params = SamplingParams(temperature=0.5, top_p=0.75, min_p=0.125, top_k=40, max_tokens=4, logprobs=5)
-    seq = make_sequence(3, params=params)
-    seq.seed = 0xFEDCBA98_00000007
-    seq.index = 2
-    harness.add(make_sequence(5), seq)
+    harness.add(make_group(5), make_group(3, params=params, seed=0xFEDCBA98_00000007))
 
     batch = schedule(harness)
 
@@ -165,22 +164,19 @@ def test_sampling_parameters_stand_by_sequence() -> None:
     assert batch.min_p.tolist() == [0.0, 0.125]
     assert batch.top_k.tolist() == [0, 40]
     assert batch.num_logprobs.tolist() == [-1, 5]
-    assert batch.group_index.tolist() == [0, 2]
     assert batch.seed[1].view(np.uint32).tolist() == [7, 0xFEDCBA98]
 
 
 def test_negative_seed_is_two_words_of_twos_complement() -> None:
     harness = Harness(make_scheduler())
-    seq = make_sequence(3)
-    seq.seed = -2
-    harness.add(seq)
+    harness.add(make_group(3, seed=-2))
 
     assert schedule(harness).seed.tolist() == [[-2, -1]]
 
 
 def test_output_position_counts_the_tokens_in_flight() -> None:
     harness = Harness(make_scheduler())
-    harness.add(make_sequence(3))
+    harness.add(make_group(3))
 
     assert schedule(harness).output_position.tolist() == [0]
     assert schedule(harness).output_position.tolist() == [1]
@@ -191,7 +187,7 @@ def test_output_position_counts_the_tokens_in_flight() -> None:
 def test_banned_ids_last_until_min_tokens_are_out_or_in_flight() -> None:
     params = SamplingParams(max_tokens=4, min_tokens=2)
     harness = Harness(make_scheduler())
-    harness.add(make_sequence(2), make_sequence(3, params=params, banned=(8, 9)))
+    harness.add(make_group(2), make_group(3, params=params, banned=(8, 9)))
 
     first, second = schedule(harness), schedule(harness)
     assert [first.banned.tolist(), first.banned_start.tolist()] == [[8, 9], [0, 0, 2]]
@@ -204,7 +200,7 @@ def test_banned_ids_last_until_min_tokens_are_out_or_in_flight() -> None:
 def test_chunk_that_does_not_sample_bans_nothing() -> None:
     params = SamplingParams(max_tokens=4, min_tokens=2)
     harness = Harness(make_scheduler(max_num_batched_tokens=2))
-    harness.add(make_sequence(3, params=params, banned=(8, 9)))
+    harness.add(make_group(3, params=params, banned=(8, 9)))
 
     assert schedule(harness).banned.size == 0
 
@@ -213,7 +209,7 @@ def test_banned_ids_beyond_the_buffer_make_it_grow() -> None:
     params = SamplingParams(max_tokens=4, min_tokens=2)
     harness = Harness(make_scheduler())
     banned = tuple(range(1000, 9000))
-    harness.add(make_sequence(3, params=params, banned=banned), make_sequence(3))
+    harness.add(make_group(3, params=params, banned=banned), make_group(3))
 
     batch = schedule(harness)
 
@@ -224,10 +220,10 @@ def test_banned_ids_beyond_the_buffer_make_it_grow() -> None:
 
 def test_history_comes_with_reset_for_rows_that_want_it() -> None:
     harness = Harness(make_scheduler(max_num_batched_tokens=4))
-    seqs = [make_sequence([5, 6]), make_sequence([7, 8, 9])]
-    harness.add(*seqs)
+    groups = [make_group([5, 6]), make_group([7, 8, 9])]
+    harness.add(*groups)
     harness.scheduler._admit(4)
-    harness.scheduler._sampling.wants_history[seqs[1].row] = True
+    harness.scheduler._table.sampling.wants_history[groups[1].sequences[0].row] = True
 
     batch = schedule(harness)
 
@@ -240,9 +236,9 @@ def test_history_comes_with_reset_for_rows_that_want_it() -> None:
 @pytest.mark.parametrize("max_num_seqs", [8, 9])
 def test_padding_touches_nothing(max_num_seqs: int) -> None:
     harness = Harness(make_scheduler(max_num_seqs=max_num_seqs, num_batches=1))
-    harness.add(*[make_sequence(7, 2) for _ in range(max_num_seqs)])
+    harness.add(*[make_group(7, 2) for _ in range(max_num_seqs)])
     harness.run()
-    harness.add(make_sequence([5, 6, 7]))
+    harness.add(make_group([5, 6, 7]))
 
     batch = schedule(harness)
 

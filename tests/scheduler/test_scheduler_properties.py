@@ -1,14 +1,35 @@
-"""Random arrivals, lengths, aborts, pools and budgets: nothing leaks, everybody finishes, order is fair."""
+"""Random arrivals, shapes, ends, pools and budgets: nothing leaks, everybody finishes, order is fair."""
+
+from typing import Any
 
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
 from cupaged.sampling_params import SamplingParams
-from cupaged.sequence import FinishReason, Sequence, SequenceStatus
-from tests.scheduler.scripted import VOCAB_SIZE, Harness, expected_output, make_scheduler, make_sequence
+from cupaged.sequence import FinishReason, SequenceGroup, SequenceStatus
+from tests.scheduler.groups import expected_output, make_group, make_scheduler
+from tests.scheduler.harness import Harness
+from tests.scheduler.scripted import VOCAB_SIZE
 
 TOKENS = st.integers(0, VOCAB_SIZE - 1)
+PREFIX = list(range(24))  # prompts begin with some of it, so that they share
+
+SCHEDULERS = st.fixed_dictionaries(
+    {
+        "block_size": st.integers(1, 5),
+        "num_blocks": st.integers(5, 14),
+        "max_num_seqs": st.integers(1, 6),
+        "max_num_batched_tokens": st.integers(1, 9),
+        "num_batches": st.integers(1, 2),
+        "num_host_blocks": st.sampled_from([0, 3, 12]),
+        "sliding_window": st.sampled_from([0, 0, 3, 7]),
+        "enable_prefix_caching": st.booleans(),
+        "policy": st.sampled_from(["fcfs", "priority"]),
+        "preemption_mode": st.sampled_from(["auto", "swap", "recompute"]),
+        "prefill_rate": st.sampled_from([0.5, 2.0]),
+    }
+)
 
 
 class SchedulerMachine(RuleBasedStateMachine):
@@ -17,95 +38,116 @@ class SchedulerMachine(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.harness: Harness
-        self.arrived: list[Sequence] = []
-        self.num_waits: dict[Sequence, int] = {}  # steps since the last one, while it decodes
 
-    @initialize(
-        block_size=st.integers(1, 5),
-        num_blocks=st.integers(4, 12),
-        max_num_seqs=st.integers(1, 5),
-        budget=st.integers(1, 9),
-        max_in_flight=st.integers(1, 2),
-    )
-    def start(
-        self, *, block_size: int, num_blocks: int, max_num_seqs: int, budget: int, max_in_flight: int
-    ) -> None:
-        self.max_model_len = min(24, block_size * num_blocks)
-        self.max_num_seqs = max_num_seqs
-        scheduler = make_scheduler(
-            num_blocks=num_blocks,
-            block_size=block_size,
-            max_num_seqs=max_num_seqs,
-            max_num_batched_tokens=budget,
-            max_model_len=self.max_model_len,
-            num_batches=max_in_flight,
+    @initialize(options=SCHEDULERS)
+    def start(self, options: dict[str, Any]) -> None:
+        self.max_model_len = min(24, options["block_size"] * options["num_blocks"])
+        scheduler = make_scheduler(max_model_len=self.max_model_len, **options)
+        self.harness = Harness(scheduler, options["num_batches"])
+
+    @rule(data=st.data(), times=st.integers(1, 2))
+    def arrive(self, data: st.DataObject, times: int) -> None:
+        """Add a group, perhaps twice; one that could never run is refused and leaves nothing behind."""
+        config = self.harness.scheduler.config
+        shared = data.draw(st.integers(0, self.max_model_len - 2))
+        own = data.draw(st.lists(TOKENS, min_size=1, max_size=self.max_model_len - 1 - shared))
+        max_tokens = data.draw(st.integers(1, self.max_model_len - shared - len(own)))
+        is_beam = data.draw(st.booleans())
+        stop = () if is_beam else tuple(data.draw(st.lists(TOKENS, max_size=5)))
+        params = SamplingParams(
+            temperature=data.draw(st.sampled_from([0.0, 1.0])),
+            max_tokens=max_tokens,
+            min_tokens=0 if is_beam else data.draw(st.integers(0, max_tokens)),
+            prompt_logprobs=data.draw(st.sampled_from([None, None, 0])),
         )
-        self.harness = Harness(scheduler, max_in_flight)
-
-    @rule(data=st.data(), count=st.integers(1, 3))
-    def arrive(self, data: st.DataObject, count: int) -> None:
-        for _ in range(count):
-            prompt = data.draw(st.lists(TOKENS, min_size=1, max_size=self.max_model_len - 1))
-            max_tokens = data.draw(st.integers(1, self.max_model_len - len(prompt)))
-            stop = tuple(data.draw(st.lists(TOKENS, max_size=5)))
-            min_tokens = data.draw(st.integers(0, max_tokens))
-            wanted = data.draw(st.sampled_from([None, 0, 3]))
-            params = SamplingParams(max_tokens=max_tokens, min_tokens=min_tokens, prompt_logprobs=wanted)
-            seq = make_sequence(prompt, max_tokens, stop=stop, banned=stop, params=params)
-            self.harness.add(seq)
-            self.arrived.append(seq)
+        n = data.draw(st.integers(1, min(3, config.max_num_seqs)))
+        priority = data.draw(st.integers(0, 2)) if config.policy == "priority" else 0
+        salts = data.draw(st.sampled_from([(), (), (("cache_salt", "x"),)]))
+        for _ in range(times):
+            group = make_group(
+                [*PREFIX[:shared], *own],
+                max_tokens,
+                n=n,
+                params=params,
+                stop=stop,
+                banned=stop,
+                is_beam=is_beam,
+                priority=priority,
+                cache_salts=salts,
+            )
+            refusal = ""
+            try:
+                self.harness.add(group)
+            except ValueError as error:
+                refusal = str(error)
+            assert not refusal or (n > 1 and "KV blocks" in refusal)
 
     @precondition(lambda self: len(self.harness.in_flight) < self.harness.max_in_flight)
     @rule()
     def schedule(self) -> None:
-        if self.harness.schedule() is not None:
-            self.check_turns()
+        self.harness.schedule()
 
     @precondition(lambda self: self.harness.in_flight)
     @rule()
     def update(self) -> None:
         self.harness.update()
 
-    @precondition(lambda self: self.arrived)
+    @rule(steps=st.integers(1, 8))
+    def run(self, steps: int) -> None:
+        for _ in range(steps):
+            self.harness.step()
+
+    @precondition(lambda self: self.harness.groups)
     @rule(data=st.data())
     def abort(self, data: st.DataObject) -> None:
-        self.harness.abort(data.draw(st.sampled_from(self.arrived)))
+        self.harness.abort(data.draw(st.sampled_from(self.harness.groups)))
 
-    def check_turns(self) -> None:
-        """Assert that a sequence that decodes never waits longer than for one turn of all others."""
-        step = self.harness.steps[-1]
-        for seq in self.arrived:
-            if seq.status is not SequenceStatus.RUNNING or not self.harness.outputs[seq]:
-                self.num_waits.pop(seq, None)
-            elif step[seq] == 1:
-                self.num_waits[seq] = 0
-            elif seq in self.num_waits and not self.is_last_in_flight(seq):
-                self.num_waits[seq] += 1
-                assert self.num_waits[seq] <= self.max_num_seqs + 1
+    @precondition(lambda self: any(not group.is_beam for group in self.harness.groups))
+    @rule(data=st.data())
+    def stop(self, data: st.DataObject) -> None:
+        groups = [group for group in self.harness.groups if not group.is_beam]
+        group = data.draw(st.sampled_from(groups))
+        self.harness.stop(data.draw(st.sampled_from(group.sequences)))
 
-    def is_last_in_flight(self, seq: Sequence) -> bool:
-        known = len(seq.prompt_token_ids) + len(self.harness.outputs[seq])
-        pending = sum(seq in seqs for _, seqs in self.harness.in_flight)
-        return known + pending >= seq.max_total_tokens
+    @rule()
+    def reset(self) -> None:
+        self.harness.scheduler.reset_prefix_cache()
+        self.harness.check()
+        assert not self.harness.cached_blocks()
 
     def teardown(self) -> None:
         """Let everybody finish; then all must be as if each had run alone."""
         if not hasattr(self, "harness"):
             return
-        self.harness.run()
-        scheduler = self.harness.scheduler
+        harness = self.harness
+        harness.run()
+        scheduler = harness.scheduler
         assert (scheduler.num_running, scheduler.num_waiting, scheduler.num_used_blocks) == (0, 0, 0)
-        for seq in self.arrived:
-            output, expected = self.harness.outputs[seq], expected_output(seq)
+        assert scheduler.num_free_blocks == scheduler.config.num_blocks
+        host_blocks = scheduler.block_manager.host_blocks
+        assert host_blocks.num_free[0] == scheduler.config.num_host_blocks
+        for group in harness.groups:
+            self.check_outputs(group)
+        if scheduler.config.policy == "fcfs":
+            entered = [group for group in harness.groups if group in harness.admitted]
+            assert harness.admitted == entered, "admission is not by arrival"
+
+    def check_outputs(self, group: SequenceGroup) -> None:
+        assert group.status is SequenceStatus.FINISHED
+        positions = self.harness.prompt_positions[group]
+        assert positions == list(range(len(positions)))
+        for seq in group.sequences:
+            assert seq.row == -1
+            if group.is_beam:
+                continue
+            output, expected = self.harness.outputs[seq], expected_output(group, seq.index)
             assert output == expected[: len(output)]
-            positions = self.harness.prompt_positions[seq]
-            assert positions == list(range(len(positions)))
-            if seq.finish_reason is not FinishReason.ABORT:
-                assert output == expected
-                wanted = seq.params.prompt_logprobs is not None
-                assert len(positions) == (len(seq.prompt_token_ids) - 1 if wanted else 0)
-        entered = [seq for seq in self.arrived if seq in self.harness.admitted]
-        assert self.harness.admitted == entered, "admission is not by arrival"
+            was_ended = seq.finish_reason is FinishReason.ABORT or output != expected
+            if was_ended:
+                assert seq in self.harness.ended
+            else:
+                wanted = group.params.prompt_logprobs is not None
+                assert len(positions) == (len(group.prompt_token_ids) - 1 if wanted else 0)
 
 
 SchedulerMachine.TestCase.settings = settings(
