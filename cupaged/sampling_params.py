@@ -208,7 +208,7 @@ class BeamSearchParams:
     beam_width: int  # beams that run at once, and outputs; 1 = greedy
     max_tokens: int  # more than fit = up to max_model_len
     ignore_eos: bool = False
-    temperature: float = 0.0  # logits are divided by it; 0 and 1 leave them as they are
+    temperature: float = 0.0  # logits are divided by it; 0 (below 1e-5) and 1 leave them as they are
     length_penalty: float = 1.0  # a score is the log-probability / length ** length_penalty; > 0 favours long
     # When beam_width outputs have ended: True = stop, False = go on while the best beam beats the worst of
     # them at its present length, "never" = while it could at any length.
