@@ -5,6 +5,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
+from numpy.typing import NDArray
 
 from cupaged import SamplingParams
 from cupaged.backend.base import Array
@@ -14,6 +15,7 @@ from cupaged.engine.llm_engine import LLMEngine
 from cupaged.models import load_model_config
 from cupaged.outputs import CompletionOutput, Logprobs
 from cupaged.sampling_params import RequestOutputKind
+from cupaged.scheduler.counters import Counter
 from cupaged.worker.kv_cache import block_bytes
 from tests.cuda_on_cpu.gpu import EmulatedGpu
 from tests.e2e.emulated import MEMORY, create_engine
@@ -80,7 +82,7 @@ class Run(NamedTuple):
     """What an engine made of the requests, and how."""
 
     results: list[Result]
-    num_preemptions: int
+    counters: NDArray[np.int64]  # by Counter
 
 
 def generate(
@@ -92,11 +94,12 @@ def generate(
         max_model_len=MAX_MODEL_LEN,
         max_num_seqs=NUM_REQUESTS,
         kv_cache_memory=num_blocks * block_bytes(load_model_config(model_dir), 16, 2),
-        **options,
+        # A prompt whose blocks are found is cut elsewhere, and on a GPU last bits hang on that.
+        **{"enable_prefix_caching": False, **options},
     )
     assert engine.executor.max_in_flight == (2 if options.get("async_scheduling", True) else 1)
     results = run(engine, cases, aborts=aborts)
-    made = Run(results, engine.scheduler.num_preemptions)
+    made = Run(results, engine.counters.copy())
     engine.close()
     return made
 
@@ -144,42 +147,71 @@ def test_async_scheduling_changes_nothing(
     assert made.results == expected.results
 
 
-SMALL: dict[str, Any] = {"num_blocks": 8, "max_num_batched_tokens": 24}
+RECOMPUTING: dict[str, Any] = {
+    "num_blocks": 8,
+    "max_num_batched_tokens": 24,
+    "preemption_mode": "recompute",
+}
+SWAPPING = RECOMPUTING | {"preemption_mode": "swap"}
 
 
-def test_async_scheduling_changes_nothing_where_steps_are_cut_in_other_ways(
-    tmp_path: Path, cases: list[Case]
-) -> None:
-    # What is preempted, and where a chunk ends, hangs on who still runs. With over 16 heads a KV head,
-    # decodes go through the kernel of prefills, where a token has the same bits in any chunk.
+@pytest.fixture(scope="module")
+def many_heads_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Over 16 heads a KV head: decodes go through the kernel of prefills, with the same bits in any chunk."""
     heads = {"num_attention_heads": 17, "num_key_value_heads": 1}
-    write_clear_model(tmp_path, CLEAR_CASES["clear_llama"] | heads)
-    write_tiny_tokenizer(tmp_path)
+    directory = tmp_path_factory.mktemp("many_heads")
+    write_clear_model(directory, CLEAR_CASES["clear_llama"] | heads)
+    write_tiny_tokenizer(directory)
+    return directory
 
-    expected = generate(tmp_path, cases, async_scheduling=False)
-    made = generate(tmp_path, cases, aborts=True, **SMALL)
 
-    assert made.results == expected.results
-    assert made.num_preemptions > 0
+@pytest.fixture(scope="module")
+def expected_of_many_heads(many_heads_dir: Path, cases: list[Case]) -> Run:
+    return generate(many_heads_dir, cases, async_scheduling=False)
+
+
+# What is preempted, and where a chunk ends, hangs on who still runs.
+@pytest.mark.parametrize(
+    ("options", "happens"),
+    [
+        (RECOMPUTING, Counter.RECOMPUTED_TOKENS),
+        (SWAPPING, Counter.SWAPPED_IN_BLOCKS),
+        (SWAPPING | {"enable_prefix_caching": True}, Counter.PREFIX_HIT_TOKENS),
+    ],
+    ids=["recomputing", "swapping", "caching"],
+)
+def test_async_scheduling_changes_nothing_where_steps_are_cut_in_other_ways(
+    many_heads_dir: Path,
+    cases: list[Case],
+    expected_of_many_heads: Run,
+    options: dict[str, Any],
+    happens: Counter,
+) -> None:
+    made = generate(many_heads_dir, cases, aborts=True, **options)
+
+    assert made.results == expected_of_many_heads.results
+    assert made.counters[happens] > 0
 
 
 def test_where_decodes_have_a_kernel_of_their_own_only_last_bits_change(
     clear_dir: Path, cases: list[Case], expected: Run
 ) -> None:
-    made = generate(clear_dir, cases, aborts=True, **SMALL)
+    made = generate(clear_dir, cases, aborts=True, **RECOMPUTING)
 
     assert tokens(made) == tokens(expected)
     assert np.abs(np.subtract(logprobs(made), logprobs(expected))).max() < 0.1
-    assert made.num_preemptions > 0
+    assert made.counters[Counter.PREEMPTIONS] > 0
 
 
 def test_graphs_change_nothing(clear_dir: Path, cases: list[Case]) -> None:
     made, eager = (
-        generate(clear_dir, cases, enforce_eager=enforce_eager, **SMALL) for enforce_eager in (False, True)
+        generate(clear_dir, cases, enforce_eager=enforce_eager, enable_prefix_caching=True, **SWAPPING)
+        for enforce_eager in (False, True)
     )
 
     assert made.results == eager.results
-    assert made.num_preemptions == eager.num_preemptions > 0
+    assert np.array_equal(made.counters, eager.counters)
+    assert made.counters[Counter.SWAPPED_IN_BLOCKS] > 0
 
 
 class Forgetful(CudaBackend):

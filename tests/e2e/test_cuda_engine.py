@@ -39,6 +39,7 @@ def test_memory_is_the_plans_to_the_byte_and_goes_back(clear_dir: Path, expected
     gpu = EmulatedGpu(memory=MEMORY)
     for _ in range(2):
         gpu.allocations.clear()
+        gpu.pinned.clear()
 
         engine = create_engine(clear_dir, gpu=gpu, **OPTIONS)
 
@@ -46,10 +47,13 @@ def test_memory_is_the_plans_to_the_byte_and_goes_back(clear_dir: Path, expected
         kv_cache = plan.num_blocks * plan.block_bytes
         assert gpu.allocations == [plan.use.weights, plan.use.workspace, plan.use.activations, kv_cache]
         assert plan.total == sum(gpu.allocations) + plan.use.reserve <= plan.available
+        assert gpu.pinned.count(plan.swap_bytes) == 1
+        assert plan.num_host_blocks == 5 * 4  # as many as sequences can have
         assert generate(engine) == expected
         engine.close()
         gpu.thaw()
         assert gpu.memory_info() == (MEMORY, MEMORY)
+        assert gpu.pinned_bytes == 0
 
 
 def test_load_that_is_interrupted_waits_for_copies_before_their_memory_goes(

@@ -11,7 +11,10 @@ import pytest
 from cupaged import SamplingParams
 from cupaged.backend.base import Limits, MemoryUse
 from cupaged.backend.cuda import CudaBackend
+from cupaged.batch import Batch
 from cupaged.engine.llm_engine import LLMEngine
+from cupaged.scheduler.counters import Counter
+from cupaged.worker.executor import StepHandle
 from tests.cuda_on_cpu.gpu import EmulatedGpu
 from tests.e2e.emulated import MEMORY, create_engine
 
@@ -19,6 +22,9 @@ NUM_LAYERS = 2
 BLOCK_BYTES = NUM_LAYERS * 2 * 2 * 16 * 64 * 2
 PARAMS = SamplingParams(temperature=1.0, seed=1, max_tokens=9, ignore_eos=True)
 OPTIONS: dict[str, Any] = {"max_model_len": 64, "max_num_seqs": 5, "max_num_batched_tokens": 32}
+
+
+SWAPPING: dict[str, Any] = OPTIONS | {"kv_cache_memory": 6 * BLOCK_BYTES, "preemption_mode": "swap"}
 
 
 def run(engine: LLMEngine, params: SamplingParams = PARAMS) -> None:
@@ -41,6 +47,30 @@ def test_step_is_one_copy_to_the_gpu_and_one_of_the_tokens_back(
 
     assert engine.num_steps > 9
     assert gpu.num_to_device == gpu.num_to_host == engine.num_steps
+
+
+@pytest.mark.parametrize("async_scheduling", [True, False])
+def test_step_that_swaps_is_one_copy_more_for_each_block(
+    clear_dir: Path, async_scheduling: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gpu = EmulatedGpu(memory=MEMORY)
+    engine = create_engine(clear_dir, gpu=gpu, async_scheduling=async_scheduling, **SWAPPING)
+    submit = engine.executor.submit
+
+    def watched(batch: Batch) -> StepHandle:
+        gpu.num_to_device = gpu.num_to_host = 0
+        gpu.launches.clear()
+        step = submit(batch)
+        assert gpu.num_to_device == 1 + len(batch.swap_in)
+        assert gpu.num_to_host == 1 + len(batch.swap_out)
+        assert gpu.launches.count("copy_blocks") == (len(batch.copy) > 0)
+        return step
+
+    monkeypatch.setattr(engine.executor, "submit", watched)
+    run(engine, replace(PARAMS, n=2, max_tokens=20))
+
+    for counter in (Counter.SWAPPED_OUT_BLOCKS, Counter.SWAPPED_IN_BLOCKS, Counter.COPIED_BLOCKS):
+        assert engine.counters[counter] > 0, counter.name
 
 
 def test_logprobs_come_back_in_three_copies_more(clear_dir: Path) -> None:
@@ -83,8 +113,10 @@ def test_plan_is_said_before_anything_is_allocated(clear_dir: Path, caplog: pyte
         engine = create_engine(clear_dir, gpu=gpu, backend_class=Watched, **OPTIONS)
 
     assert said == [str(engine.executor.plan)]
-    assert all(message.startswith("matrix products, ") for message in caplog.messages[1:])
-    assert len(caplog.messages) == 1 + 3  # shapes: qkv, gate and up; o, down; head
+    *products, rates = caplog.messages[1:]
+    assert all(message.startswith("matrix products, ") for message in products)
+    assert len(products) == 3  # shapes: qkv, gate and up; o, down; head
+    assert rates.startswith("blocks are swapped at ")
 
 
 @pytest.mark.parametrize(
