@@ -138,7 +138,9 @@ class ScriptedWorker:
         _check_pairs(back, num_host_blocks, num_blocks, "swap_in")
         _check_pairs(copy, num_blocks, num_blocks, "copy")
         assert len(copy) <= batch.num_seqs, "more copies than sequences"
-        assert not set(out[:, 1].tolist()) & set(back[:, 0].tolist()), f"a host block comes and goes at once: {out} {back}"
+        assert not set(out[:, 1].tolist()) & set(back[:, 0].tolist()), (
+            f"a host block comes and goes at once: {out} {back}"
+        )
         targets = set(copy[:, 1].tolist())
         assert not targets & set(copy[:, 0].tolist()), "the target of a copy is the source of another"
         assert not targets & set(back[:, 1].tolist()), "the target of a copy is swapped in"

@@ -1,13 +1,15 @@
 """What the prefix cache finds, when, for whom, and what gives way when blocks run out."""
 
+import itertools
 from typing import Any
 
+import numpy as np
 import pytest
 
 from cupaged.sampling_params import SamplingParams
 from cupaged.scheduler.counters import Counter as Event
 from cupaged.sequence import SequenceGroup
-from tests.scheduler.groups import make_group
+from tests.scheduler.groups import make_group, make_scheduler
 from tests.scheduler.harness import Harness, assert_all_as_expected, count, start
 
 A, B, C = [1, 2, 3, 4], [5, 6, 7, 8], [9, 10, 11, 12]  # a block each
@@ -125,6 +127,33 @@ class TestHits:
 
         assert count(harness, Event.PREFIX_QUERIED_TOKENS) == 9 + 10
         assert count(harness, Event.PREFIX_HIT_TOKENS) == 8
+
+
+class TestHash:
+    @pytest.mark.parametrize("max_in_flight", [1, 2])
+    def test_collisions_never_give_a_wrong_block(self, max_in_flight: int) -> None:
+        hits = []
+        for hash_bits in (64, 2, 0):  # 0: all hashes are equal
+            scheduler = make_scheduler(enable_prefix_caching=True, num_blocks=24, num_batches=max_in_flight)
+            manager = scheduler.block_manager
+            cache = manager.blocks.cache._replace(hash_mask=np.uint64((1 << hash_bits) - 1))
+            manager.blocks = manager.blocks._replace(cache=cache)
+            harness = Harness(scheduler, max_in_flight)
+            rng = np.random.default_rng(1)
+            groups = []
+            for _ in range(40):
+                parts = [(A, B, C)[i] for i in rng.integers(0, 3, rng.integers(1, 6))]
+                prompt = [*itertools.chain(*parts), *rng.integers(0, 9, rng.integers(0, 3)).tolist()]
+                groups.append(make_group(prompt, int(rng.integers(1, 9)), n=int(rng.integers(1, 3))))
+                harness.add(groups[-1])
+                harness.step()
+            harness.run()
+            assert_all_as_expected(harness, groups)
+            hits.append([group.num_cached_tokens for group in groups])
+
+        assert hits[0] == hits[1] == hits[2]
+        assert sum(hits[0]) > 100
+        assert count(harness, Event.EVICTED_BLOCKS) > 0
 
 
 class TestWhen:
