@@ -15,7 +15,7 @@ from cupaged.scheduler.allocator import (
     num_available,
 )
 from cupaged.scheduler.counters import Counter
-from cupaged.scheduler.plan import SWAP_IN, Pools, blocks_wanted, find_remaining, take_blocks
+from cupaged.scheduler.plan import SWAP_IN, Pools, count_wanted, find_remaining, take_blocks
 from cupaged.scheduler.progress import count_recomputed
 from cupaged.scheduler.state import Rows
 
@@ -73,8 +73,8 @@ def measure_swapped(rows: Rows, pools: Pools, group: NDArray[np.int32]) -> tuple
     host = pools.host
     num_blocks = count_blocks(host, group)
     num_tokens, _ = find_remaining(rows, group)
+    num_blocks += count_wanted(rows, host, group)
     for row in group:
-        num_blocks += blocks_wanted(rows, host, row)
         rows.num_new[row] = 0
     return num_tokens, num_blocks
 

@@ -128,35 +128,50 @@ def take_turns(rows: Rows, turns: NDArray[np.int64], budget: int, num_head: int)
 
 @njit_inner
 def first_write(rows: Rows, blocks: Blocks, row: int) -> int:
-    """Return the index of the block that the row's planned tokens write first."""
-    return int(max(rows.num_computed_tokens[row], rows.num_stored_tokens[row]) // blocks.block_size)
+    """Return the index of the block that the row's planned tokens write first, -1 if they write none."""
+    first = max(rows.num_computed_tokens[row], rows.num_stored_tokens[row])
+    if first >= rows.num_computed_tokens[row] + rows.num_new[row]:
+        return -1
+    return int(first // blocks.block_size)
 
 
 @njit_inner
-def blocks_wanted(rows: Rows, blocks: Blocks, row: int) -> int:
-    """Return how many blocks the row's planned tokens need beside those it has."""
-    if rows.num_new[row] == 0:
-        return 0
-    end = rows.num_computed_tokens[row] + rows.num_new[row]
-    more = (end + blocks.block_size - 1) // blocks.block_size - blocks.num_blocks[row]
-    writes = end > rows.num_stored_tokens[row]
-    return int(max(0, more) + (writes and is_shared(blocks, row, first_write(rows, blocks, row))))
+def count_wanted(rows: Rows, blocks: Blocks, group: NDArray[np.int32]) -> int:
+    """Return how many blocks a group's planned tokens need beside those it has.
+
+    Who writes to a shared block copies it first; the last one that holds it does not.
+    """
+    moved, size, tables, num_blocks = blocks.moved, blocks.block_size, blocks.block_tables, blocks.num_blocks
+    wanted = 0
+    for row in group:
+        index = first_write(rows, blocks, row)
+        if index >= 0:
+            end = rows.num_computed_tokens[row] + rows.num_new[row]
+            wanted += max(0, (end + size - 1) // size - num_blocks[row])
+            if index < num_blocks[row]:
+                block = tables[row, index]
+                moved[block] = max(moved[block], 0) + 1
+                wanted += moved[block] < blocks.ref_count[block]
+    for row in group:
+        index = first_write(rows, blocks, row)
+        if 0 <= index < num_blocks[row]:
+            moved[tables[row, index]] = -1
+    return int(wanted)
 
 
 @njit_inner
 def take_blocks(rows: Rows, pools: Pools, row: int) -> None:
     """Give the row the blocks of its planned tokens, its own where it writes."""
     blocks = pools.device
-    if rows.num_new[row] == 0:
-        return
-    end = rows.num_computed_tokens[row] + rows.num_new[row]
     index = first_write(rows, blocks, row)
-    if end > rows.num_stored_tokens[row]:
-        if is_shared(blocks, row, index):
-            copy_on_write(blocks, row, index, pools.moves.copy[pools.moves.num[COPY]])
-            pools.moves.num[COPY] += 1
-        else:
-            forget_content(blocks, row, index)
+    if index < 0:
+        return
+    if is_shared(blocks, row, index):
+        copy_on_write(blocks, row, index, pools.moves.copy[pools.moves.num[COPY]])
+        pools.moves.num[COPY] += 1
+    else:
+        forget_content(blocks, row, index)
+    end = rows.num_computed_tokens[row] + rows.num_new[row]
     grow_table(blocks, row, (end + blocks.block_size - 1) // blocks.block_size)
 
 
@@ -249,9 +264,7 @@ def grow_groups(rows: Rows, pools: Pools, costs: Costs, swapped: NDArray[np.bool
     first = next_to_grow(rows, blocks, 0)
     while first < rows.num_running[0]:
         end = group_end(rows, first)
-        wanted = 0
-        for i in range(first, end):
-            wanted += blocks_wanted(rows, blocks, running[i])
+        wanted = count_wanted(rows, blocks, running[first:end])
         while wanted > num_available(blocks) and rows.num_running[0] > first:
             swapped[num_preempted] = preempt_last(rows, pools, costs)
             num_preempted += 1

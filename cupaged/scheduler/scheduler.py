@@ -366,7 +366,9 @@ class Scheduler:
         found = _NOT_CACHED
         if group.params.prompt_logprobs is None:
             salt = self._salts.number(group.cache_salts)
-            found = self._found[: lookup_prefix(manager.blocks.cache, first.token_ids, salt, self._found)]
+            # Who forks from it needs the prompt's blocks, which its own output's might put out of the window.
+            sought = group.prompt_token_ids if others else first.token_ids
+            found = self._found[: lookup_prefix(manager.blocks.cache, sought, salt, self._found)]
         num_tokens, num_blocks, held = measure_prompt(manager.blocks, len(first.token_ids), found, window)
         shared = len(group.prompt_token_ids) // manager.block_size
         for seq in others:
