@@ -5,7 +5,7 @@ says nothing else of what it was made from. With text, a piece is one token and 
 """
 
 import secrets
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -26,7 +26,7 @@ class Chains(NamedTuple):
     num_pending: NDArray[np.int32]  # [num_rows]
     length: NDArray[np.int32]  # [num_rows], tokens of output
     arrival: NDArray[np.int64]  # [num_rows], of the group
-    index: NDArray[np.int32]  # [num_rows], of the sequence in its group
+    seq_index: NDArray[np.int32]  # [num_rows], in the group
     serial: NDArray[np.int64]  # [num_rows], the scheduler's, when the row was last seen
 
 
@@ -45,20 +45,18 @@ def create_chains(num_rows: int, piece: int, key: NDArray[np.uint64], *, with_te
         num_pending=np.zeros(num_rows, np.int32),
         length=np.zeros(num_rows, np.int32),
         arrival=np.full(num_rows, -1, np.int64),
-        index=np.zeros(num_rows, np.int32),
+        seq_index=np.zeros(num_rows, np.int32),
         serial=np.full(num_rows, -1, np.int64),
     )
 
 
 @njit_inner
-def _rotate(word: np.uint64, bits: int) -> np.uint64:
+def _rotate(word: Any, bits: int) -> Any:
     return np.uint64((word << np.uint64(bits)) | (word >> np.uint64(64 - bits)))
 
 
 @njit_inner
-def _rounds(
-    v0: np.uint64, v1: np.uint64, v2: np.uint64, v3: np.uint64, count: int
-) -> tuple[np.uint64, np.uint64, np.uint64, np.uint64]:
+def _rounds(v0: Any, v1: Any, v2: Any, v3: Any, count: int) -> tuple[Any, Any, Any, Any]:
     for _ in range(count):
         v0 += v1
         v2 += v3
@@ -73,7 +71,7 @@ def _rounds(
 
 
 @njit
-def siphash(key: NDArray[np.uint64], words: NDArray[np.uint64]) -> np.uint64:
+def siphash(key: NDArray[np.uint64], words: NDArray[np.uint64]) -> Any:
     """Return SipHash-2-4 of whole 64-bit words."""
     v0 = key[0] ^ np.uint64(0x736F6D6570736575)
     v1 = key[1] ^ np.uint64(0x646F72616E646F6D)
@@ -93,37 +91,32 @@ def siphash(key: NDArray[np.uint64], words: NDArray[np.uint64]) -> np.uint64:
 
 
 @njit_inner
-def push(chains: Chains, row: int, token_id: int) -> int:
-    """Append a token; return the value of the piece that it completes, else -1."""
-    pending = chains.pending[row]
-    if chains.with_text:
-        return token_id
-    n = chains.num_pending[row]
-    pending[n] = token_id
-    chains.num_pending[row] = n + 1
-    if n + 1 < pending.size:
-        return -1
-    words = np.empty(1 + pending.size, np.uint64)
-    words[0] = chains.chain[row]
-    for i in range(pending.size):
-        words[1 + i] = np.uint64(pending[i])
-    chains.chain[row] = siphash(chains.key, words)
-    chains.num_pending[row] = 0
-    return np.int64(chains.chain[row] >> np.uint64(64 - _SHOWN_BITS))
+def hash_piece(key: NDArray[np.uint64], chain: NDArray[np.uint64], row: int, piece: NDArray[np.int32]) -> int:
+    """Move a row's chain on by a whole piece; return its value."""
+    words = np.empty(1 + piece.size, np.uint64)
+    words[0] = chain[row]
+    for i in range(piece.size):
+        words[1 + i] = np.uint64(piece[i])
+    chain[row] = siphash(key, words)
+    value: int = np.int64(chain[row] >> np.uint64(64 - _SHOWN_BITS))
+    return value
 
 
 @njit
-def begin(chains: Chains, row: int, prompt: NDArray[np.int32], values: NDArray[np.int64]) -> int:
-    """Set a row to the end of a prompt; write the values of its pieces, return how many."""
-    chains.chain[row] = np.uint64(0)
-    chains.num_pending[row] = chains.length[row] = 0
-    count = 0
-    for token_id in prompt:
-        value = push(chains, row, token_id)
-        if value >= 0:
-            values[count] = value
-            count += 1
-    return count
+def begin(chains: Chains, row: int, prompt: NDArray[np.int32], values: NDArray[np.int64]) -> None:
+    """Set a row to the end of a prompt; write the values of its whole pieces."""
+    key, chain, pending = chains.key, chains.chain, chains.pending
+    piece = pending.shape[1]
+    chain[row] = np.uint64(0)
+    chains.length[row] = 0
+    end = prompt.size // piece * piece
+    for i in range(0, end, piece):
+        if chains.with_text:
+            values[i] = prompt[i]
+        else:
+            values[i // piece] = hash_piece(key, chain, row, prompt[i : i + piece])
+    chains.num_pending[row] = prompt.size - end
+    pending[row, : prompt.size - end] = prompt[end:]
 
 
 @njit
@@ -138,17 +131,22 @@ def append_outputs(
 
     num_tokens[i] of token_ids[i] belong to rows[i]; an arrival is written as the difference to the last one.
     """
-    length, arrival, index = chains.length, chains.arrival, chains.index
+    key, chain, pending, num_pending = chains.key, chains.chain, chains.pending, chains.num_pending
+    length, arrival, seq_index, with_text = chains.length, chains.arrival, chains.seq_index, chains.with_text
+    piece = pending.shape[1]
     at = 0
     before = np.int64(0)
     for i in range(rows.size):
         row = rows[i]
+        length[row] += num_tokens[i]
         for j in range(num_tokens[i]):
-            value = push(chains, row, token_ids[i, j])
-            length[row] += 1
-            if value >= 0:
+            pending[row, num_pending[row]] = token_ids[i, j]
+            num_pending[row] += 1
+            if num_pending[row] == piece:
+                num_pending[row] = 0
                 at = put(out, at, arrival[row] - before)
                 before = arrival[row]
-                at = put(out, at, index[row])
+                at = put(out, at, seq_index[row])
+                value = np.int64(token_ids[i, j]) if with_text else hash_piece(key, chain, row, pending[row])
                 at = put(out, at, value)
     return at

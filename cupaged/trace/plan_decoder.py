@@ -106,7 +106,7 @@ class PlanDecoder:
         counts = state.counts[: len(Count)].astype(np.int32)
         num_seqs, width = int(counts[Count.NUM_SEQS]), int(counts[Count.TABLE_WIDTH])
         rows = self._read_rows(values, num_seqs, int(counts[Count.NUM_DECODES]), width)
-        columns = state.columns[rows].astype(np.int32)
+        columns = state.columns[rows]
         views: dict[str, NDArray[Any]] = {name: columns[:, column] for name, column in _COLUMNS.items()}
         for name in ("temperature", "top_p", "min_p"):
             views[name] = np.ascontiguousarray(views[name]).view(np.float32)
@@ -126,7 +126,9 @@ class PlanDecoder:
         for name in ("copy", "row_copy", "swap_out", "swap_in"):
             views[name] = _read_pairs(values, int(counts[Count[f"NUM_{name.upper()}"]]))
         kept = (np.float32, np.bool_)
-        return Plan(**{n: v if v.dtype in kept else v.astype(np.int32) for n, v in views.items()})
+        for name, values_of in views.items():
+            views[name] = values_of if values_of.dtype in kept else values_of.astype(np.int32)
+        return Plan(**views)
 
     def _read_rows(
         self, values: Iterator[int], num_seqs: int, num_decodes: int, width: int
@@ -142,7 +144,7 @@ class PlanDecoder:
                 mask = next(values)
             row = next(values) if mask & 1 << Column.ROW else int(state.row_after[previous])
             last = state.columns[row]
-            told = last.copy()
+            told = last.astype(np.int64)
             if i < num_decodes:
                 told[Column.NUM_NEW] = 1
             told[Column.FLAGS] &= ~int(Flag.RESET)

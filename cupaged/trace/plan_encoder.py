@@ -30,36 +30,33 @@ MAX_BYTES = 6  # of one number: the difference of two int32
 
 
 @njit_inner
-def gather_columns(a: BatchArrays, num_seqs: int, columns: NDArray[np.int64]) -> None:
-    """Write each sequence's columns but ROW and TABLE."""
-    columns[:, NUM_NEW] = a.query_start[1 : num_seqs + 1] - a.query_start[:num_seqs]
-    columns[:, SEQ_LEN] = a.seq_lens[:num_seqs]
-    columns[:, FLAGS] = a.flags[:num_seqs]
-    columns[:, OUTPUT_POSITION] = a.output_position[:num_seqs]
-    columns[:, NUM_BANNED] = a.banned_start[1 : num_seqs + 1] - a.banned_start[:num_seqs]
-    columns[:, NUM_HISTORY] = a.history_start[1 : num_seqs + 1] - a.history_start[:num_seqs]
-    columns[:, GROUP_INDEX] = a.group_index[:num_seqs]
-    columns[:, TEMPERATURE] = a.temperature.view(np.int32)[:num_seqs]
-    columns[:, TOP_P] = a.top_p.view(np.int32)[:num_seqs]
-    columns[:, MIN_P] = a.min_p.view(np.int32)[:num_seqs]
-    columns[:, TOP_K] = a.top_k[:num_seqs]
-    columns[:, SEED_LOW] = a.seed[:num_seqs, 0]
-    columns[:, SEED_HIGH] = a.seed[:num_seqs, 1]
-    columns[:, NUM_LOGPROBS] = a.num_logprobs[:num_seqs]
-    columns[:, NUM_PROMPT_LOGPROBS] = a.num_prompt_logprobs[:num_seqs]
+def foretell(last: NDArray[np.int32], is_decode: bool, num_new: int, told: NDArray[np.int64]) -> None:
+    """Write what a row's columns should be after `last`; `num_new` is what they are, for the length."""
+    for k in range(NUM_COLUMNS):
+        told[k] = last[k]
+    if is_decode:
+        told[NUM_NEW] = 1
+    told[SEQ_LEN] += num_new
+    if told[FLAGS] & SAMPLES:
+        told[OUTPUT_POSITION] += 1
+    told[FLAGS] &= ~RESET
+    told[NUM_HISTORY] = 0
 
 
 @njit_inner
-def foretell(last: NDArray[np.int64], is_decode: bool, num_new: int, told: NDArray[np.int64]) -> None:
-    """Write what a row's columns should be after `last`; `num_new` is what they are, for the length."""
-    told[:] = last
-    if is_decode:
-        told[NUM_NEW] = 1
-    told[SEQ_LEN] = last[SEQ_LEN] + num_new
-    told[FLAGS] = last[FLAGS] & ~RESET
-    if last[FLAGS] & SAMPLES:
-        told[OUTPUT_POSITION] += 1
-    told[NUM_HISTORY] = 0
+def count_changes(table: NDArray[np.int32], last: NDArray[np.int32], at_least: int) -> tuple[int, int]:
+    """Return how many places of a block table are not as last time, and where it ends.
+
+    It is -1 past its end, which is not before `at_least`.
+    """
+    changes = 0
+    for j in range(at_least):
+        changes += table[j] + np.int32(1) != last[j]
+    end = at_least
+    while end < table.size and table[end] >= 0:
+        changes += table[end] + np.int32(1) != last[end]
+        end += 1
+    return changes, end
 
 
 @njit_inner
@@ -84,30 +81,35 @@ def put_table(
 @njit_inner
 def put_seqs(state: PlanState, a: BatchArrays, num_seqs: int, out: NDArray[np.uint8], at: int) -> int:
     """Write each sequence that is not as foretold: how many before it were, a mask, what it masks."""
-    row_after, all_last, tables = state.row_after, state.columns, state.tables
-    rows, block_tables = a.rows, a.block_tables
-    num_decodes, width = a.counts[C_DECODES], a.counts[C_WIDTH]
-    columns = np.empty((num_seqs, NUM_COLUMNS), np.int64)
-    gather_columns(a, num_seqs, columns)
-    told = np.empty(NUM_COLUMNS, np.int64)
+    row_after, columns, tables, ends = state.row_after, state.columns, state.tables, state.table_ends
+    rows, block_tables, size = a.rows, a.block_tables, state.block_size
+    query_start, banned_start, history_start = a.query_start, a.banned_start, a.history_start
+    temperature, top_p, min_p = a.temperature.view(np.int32), a.top_p.view(np.int32), a.min_p.view(np.int32)
+    seq_lens, flags, positions, index = a.seq_lens, a.flags, a.output_position, a.group_index
+    top_k, seed, logprobs, prompt_logprobs = a.top_k, a.seed, a.num_logprobs, a.num_prompt_logprobs
+    num_decodes, width = a.counts[C_DECODES], np.int64(a.counts[C_WIDTH])
+    now, told = np.empty(NUM_COLUMNS, np.int64), np.empty(NUM_COLUMNS, np.int64)
     previous = row_after.size - 1
     as_foretold = 0
     for i in range(num_seqs):
         row = rows[i]
-        last, now = all_last[row], columns[i]
-        foretell(last, i < num_decodes, now[NUM_NEW], told)
-        mask = 0
-        if row != row_after[previous]:
-            mask |= 1 << ROW
+        now[NUM_NEW] = query_start[i + 1] - query_start[i]
+        now[NUM_BANNED] = banned_start[i + 1] - banned_start[i]
+        now[NUM_HISTORY] = history_start[i + 1] - history_start[i]
+        now[SEQ_LEN], now[FLAGS], now[OUTPUT_POSITION] = seq_lens[i], flags[i], positions[i]
+        now[GROUP_INDEX], now[TOP_K] = index[i], top_k[i]
+        now[TEMPERATURE], now[TOP_P], now[MIN_P] = temperature[i], top_p[i], min_p[i]
+        now[SEED_LOW], now[SEED_HIGH] = seed[i, 0], seed[i, 1]
+        now[NUM_LOGPROBS], now[NUM_PROMPT_LOGPROBS] = logprobs[i], prompt_logprobs[i]
+        foretell(columns[row], i < num_decodes, now[NUM_NEW], told)
+        mask = np.int64(row != row_after[previous]) << ROW
         for k in range(NUM_NEW, NUM_COLUMNS):
-            if now[k] != told[k]:
-                mask |= 1 << k
-        table, last_table = block_tables[i, :width], tables[row, :width]
-        changes = 0
-        for j in range(width):
-            changes += table[j] + np.int32(1) != last_table[j]
-        if changes:
-            mask |= 1 << TABLE
+            mask |= np.int64(now[k] != told[k]) << k
+            columns[row, k] = now[k]
+        at_least = min(width, max(np.int64(ends[row]), (now[SEQ_LEN] + size - 1) // size))
+        changes, end = count_changes(block_tables[i, :width], tables[row, :width], at_least)
+        ends[row] = max(end, ends[row])
+        mask |= np.int64(changes > 0) << TABLE
         if mask:
             at = put(out, at, as_foretold)
             at = put(out, at, mask)
@@ -118,11 +120,10 @@ def put_seqs(state: PlanState, a: BatchArrays, num_seqs: int, out: NDArray[np.ui
                 if mask & 1 << k:
                     at = put(out, at, now[k] - told[k])
             if changes:
-                at = put_table(out, at, table, last_table, changes)
+                at = put_table(out, at, block_tables[i, :end], tables[row, :end], changes)
         as_foretold += 1
         row_after[previous] = row
         previous = row
-        last[NUM_NEW:] = now[NUM_NEW:]
     return put(out, at, as_foretold)
 
 

@@ -46,8 +46,9 @@ class PlanState(NamedTuple):
 
     counts: NDArray[np.int64]  # [NUM_COUNTS], of the last step
     row_after: NDArray[np.int32]  # [num_rows + 1], in the last step that had the row; [num_rows]: the first
-    columns: NDArray[np.int64]  # [num_rows, NUM_COLUMNS], ROW and TABLE unused
+    columns: NDArray[np.int32]  # [num_rows, NUM_COLUMNS], ROW and TABLE unused
     tables: NDArray[np.int32]  # [num_rows, max_blocks], block id + 1: untouched pages hold no block
+    table_ends: NDArray[np.int32]  # [num_rows], behind which there never was a block
     block_size: int
 
 
@@ -56,7 +57,8 @@ def create_plan_state(num_rows: int, max_blocks: int, block_size: int) -> PlanSt
     return PlanState(
         counts=np.zeros(NUM_COUNTS, np.int64),
         row_after=np.zeros(num_rows + 1, np.int32),
-        columns=np.zeros((num_rows, NUM_COLUMNS), np.int64),
+        columns=np.zeros((num_rows, NUM_COLUMNS), np.int32),
         tables=np.zeros((num_rows, max_blocks), np.int32),
+        table_ends=np.zeros(num_rows, np.int32),
         block_size=block_size,
     )

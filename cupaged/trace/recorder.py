@@ -43,20 +43,10 @@ class TraceRecorder(Scheduler):
         self._beam_chains: dict[int, Chains] = {}  # by the group's arrival
         max_blocks = -(-config.max_model_len // config.block_size)
         self._plans = PlanEncoder(create_plan_state(config.max_num_seqs, max_blocks, config.block_size))
+        self._compile()
         self._time = time.perf_counter_ns() // 1000
         head = {"with_text": self._with_text, "piece": self._piece, "started": time.time()}
         self._file.write(Kind.SCHEDULER, json.dumps(head | {"config": asdict(config)}).encode())
-
-    def warm_up(self) -> None:
-        """Do as a scheduler, and compile what records."""
-        super().warm_up()
-        PlanEncoder(create_plan_state(1, 1, 16)).encode(
-            padding_batch(1, 0, num_decodes=0, num_logits=0, table_width=1)
-        )
-        chains = self._create_chains(1)
-        begin(chains, 0, np.zeros(1, np.int32), np.empty(1, np.int64))
-        self._entries(chains, np.zeros(1, np.int32), np.ones(1, np.int32), np.zeros((1, 1), np.int32))
-        self._file.write(Kind.WARM_UP, b"")
 
     def add(self, group: SequenceGroup) -> None:
         """Queue a group, as a scheduler does."""
@@ -148,7 +138,7 @@ class TraceRecorder(Scheduler):
             num_prompt = len(group.prompt_token_ids)
             begin(chains, 0, group.prompt_token_ids, np.empty(num_prompt, np.int64))
             chains.arrival[:] = group.arrival
-            chains.index[:] = np.arange(group.num_sequences)
+            chains.seq_index[:] = np.arange(group.num_sequences)
         for array in (chains.chain, chains.pending, chains.num_pending, chains.length):
             array[: len(parents)] = array[list(parents)]
         chosen = np.array(token_ids, np.int32).reshape(-1, 1)
@@ -162,6 +152,14 @@ class TraceRecorder(Scheduler):
         """Forget what is cached, as a scheduler does."""
         super().reset_prefix_cache()
         self._file.write(Kind.RESET_PREFIX_CACHE, encode_ints([self._elapsed()]))
+
+    def _compile(self) -> None:
+        """Compile what records, so that no request waits for it."""
+        nothing = padding_batch(1, 0, num_decodes=0, num_logits=0, table_width=1)
+        PlanEncoder(create_plan_state(1, 1, 16)).encode(nothing)
+        chains = self._create_chains(1)
+        begin(chains, 0, np.zeros(1, np.int32), np.empty(1, np.int64))
+        self._entries(chains, np.zeros(1, np.int32), np.ones(1, np.int32), np.zeros((1, 1), np.int32))
 
     def _elapsed(self) -> int:
         """Return the microseconds since the last record."""
@@ -180,11 +178,11 @@ class TraceRecorder(Scheduler):
             num_known = len(seq.group.prompt_token_ids) + length
             begin(chains, row, seq.token_ids[:num_known], np.empty(num_known, np.int64))
             chains.length[row] = length
-            chains.arrival[row], chains.index[row] = seq.group.arrival, seq.index
+            chains.arrival[row], chains.seq_index[row] = seq.group.arrival, seq.index
 
     def _has_chain(self, seq: Sequence, row: int) -> bool:
         chains = self._chains
-        return bool(chains.arrival[row] == seq.group.arrival and chains.index[row] == seq.index)
+        return bool(chains.arrival[row] == seq.group.arrival and chains.seq_index[row] == seq.index)
 
     def _length(self, seq: Sequence) -> int:
         """Return how many tokens of output a sequence has; of a beam, perhaps fewer."""

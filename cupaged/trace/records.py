@@ -25,15 +25,14 @@ class Kind(IntEnum):
     """What a record tells, mostly as numbers (varint.py); times are microseconds since the record before."""
 
     SCHEDULER = 1  # a new scheduler, without groups: JSON
-    WARM_UP = 2
-    ADD = 3
-    PLAN = 4  # a step that was planned
-    IDLE = 5  # schedule() that found nothing to run
-    UPDATE = 6  # the oldest step came back
-    FINISH = 7  # one sequence, from outside the scheduler
-    FINISH_GROUP = 8
-    CONTINUE_BEAMS = 9
-    RESET_PREFIX_CACHE = 10
+    ADD = 2
+    PLAN = 3  # a step that was planned
+    IDLE = 4  # schedule() that found nothing to run
+    UPDATE = 5  # the oldest step came back
+    FINISH = 6  # one sequence, from outside the scheduler
+    FINISH_GROUP = 7
+    CONTINUE_BEAMS = 8
+    RESET_PREFIX_CACHE = 9
 
 
 class Record(NamedTuple):

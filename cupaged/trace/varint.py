@@ -58,4 +58,5 @@ def decode_ints(data: bytes) -> list[int]:
     count = _decode(np.frombuffer(data, np.uint8), out)
     if count < 0:
         raise ValueError("its last number is cut off")
-    return out[:count].tolist()
+    values: list[int] = out[:count].tolist()
+    return values

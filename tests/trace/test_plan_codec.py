@@ -45,6 +45,9 @@ def random_batch(rng: np.random.Generator) -> Batch:
     arrays.rows[:num_seqs] = rng.permutation(NUM_ROWS)[:num_seqs]
     arrays.seq_lens[:num_seqs] = num_new + rng.integers(0, width * BLOCK_SIZE - 2, num_seqs)
     arrays.block_tables[:] = rng.integers(-1, 1000, arrays.block_tables.shape)
+    for table, length in zip(arrays.block_tables, arrays.seq_lens[:num_seqs].tolist(), strict=False):
+        held = -(-length // BLOCK_SIZE)
+        table[held + 1 :] = -1
     arrays.logit_target[:] = rng.integers(-1, 2, 16)
     arrays.logit_seq[:] = rng.integers(0, num_seqs, 16)
     return Batch(words, bucket, np.zeros(num_seqs, np.int64), arrays=arrays)
