@@ -102,12 +102,14 @@ def test_every_sequence_has_its_own_text_and_end(tokenizer: Tokenizer) -> None:
     assert request.append(1, [b], None) is FinishReason.STOP
 
     assert not request.finished
+    assert request.metrics.finished_time is None
     assert [(part.index, part.text, part.finish_reason) for part in outputs_of(request)] == [
         (0, "A", None),
         (1, "", "stop"),
     ]
     assert request.append(0, [a], FinishReason.LENGTH) is FinishReason.LENGTH
     assert request.finished
+    assert request.metrics.finished_time is not None
     assert outputs_of(request)[0].text == "AA"
 
 

@@ -56,11 +56,26 @@ def test_no_chunk_is_empty_while_a_stop_text_may_be_coming(client: Client) -> No
     assert [len(choice["logprobs"]["tokens"]) for choice in choices] == [1, 1, 7]
 
 
-def test_text_held_for_a_stop_that_never_comes_is_flushed(client: Client) -> None:
-    chunks = client.stream("/v1/completions", prompt="abc", max_tokens=6, stop=TEXT[3:6] + "?", logprobs=0)
+@pytest.mark.parametrize("length", [6, 10])
+def test_text_held_for_a_stop_that_never_comes_is_flushed_once(client: Client, length: int) -> None:
+    stop = TEXT[3:6] + "?"
 
-    assert "".join(chunk["choices"][0]["text"] for chunk in chunks) == TEXT[:6]
-    assert sum(len(chunk["choices"][0]["logprobs"]["tokens"]) for chunk in chunks) == 6
+    chunks = client.stream("/v1/completions", prompt="abc", max_tokens=length, stop=stop, logprobs=0)
+
+    assert "".join(chunk["choices"][0]["text"] for chunk in chunks) == TEXT[:length]
+    assert sum(len(chunk["choices"][0]["logprobs"]["tokens"]) for chunk in chunks) == length
+
+
+def test_a_choice_ends_when_it_does_though_others_go_on(client: Client) -> None:
+    texts = [text_after("abc", 16, index=index) for index in range(3)]
+    stop = texts[1][2:5]  # it ends the second choice in a chunk that has no text
+
+    chunks = client.stream("/v1/completions", prompt="abc", n=3, temperature=1, stop=stop)
+
+    choices = [chunk["choices"][0] for chunk in chunks]
+    ends = [(choice["index"], choice["finish_reason"]) for choice in choices if choice["finish_reason"]]
+    assert ends == [(1, "stop"), (0, "length"), (2, "length")]
+    assert "".join(choice["text"] for choice in choices if choice["index"] == 1) == texts[1][:2]
 
 
 def test_an_engine_that_dies_ends_the_stream_with_an_error(

@@ -126,11 +126,11 @@ def test_prompt_tokens_found_in_the_cache_are_in_the_usage_and_salts_keep_them_a
         for salt in ({}, {}, {"cache_salt": "s"}, {"cache_salt": "s"})
     ]
     chunks = client.stream(
-        "/v1/completions", prompt=prompt, max_tokens=1, stream_options={"include_usage": True}
+        "/v1/completions", prompt=prompt, max_tokens=3, stream_options={"include_usage": True}
     )
 
     assert found == [usage(40, 1, cached) for cached in (0, 32, 0, 32)]
-    assert chunks[-1]["usage"] == usage(40, 1, 32)
+    assert chunks[-1]["usage"] == usage(40, 3, 32)
 
 
 def test_stop_text_cuts_and_is_the_stop_reason(client: Client) -> None:
