@@ -269,17 +269,24 @@ def move_tables(source: Blocks, target: Blocks, rows: NDArray[np.int32], pairs: 
 def reorder_tables(blocks: Blocks, rows: NDArray[np.int32], parents: NDArray[np.int32]) -> None:
     """Let rows[i] hold what rows[parents[i]] held, and rows behind the parents nothing."""
     tables, ref_count = blocks.block_tables, blocks.ref_count
-    first, held = blocks.first_block[rows], blocks.num_blocks[rows]
-    old = tables[rows, : held.max()]
+    first, held = np.empty(rows.size, np.int32), np.empty(rows.size, np.int32)
+    widest = 0
+    for i in range(rows.size):
+        first[i], held[i] = blocks.first_block[rows[i]], blocks.num_blocks[rows[i]]
+        widest = max(widest, held[i])
+    old = np.empty((rows.size, widest), np.int32)
+    for i in range(rows.size):
+        for j in range(held[i]):
+            old[i, j] = tables[rows[i], j]
     for i in range(parents.size):
-        parent = parents[i]
-        for j in range(first[parent], held[parent]):
-            ref_count[old[parent, j]] += 1
+        for j in range(first[parents[i]], held[parents[i]]):
+            ref_count[old[parents[i], j]] += 1
     for i in range(rows.size):
         free_table(blocks, rows[i])
     for i in range(parents.size):
         row, parent = rows[i], parents[i]
-        tables[row, : held[parent]] = old[parent, : held[parent]]
+        for j in range(held[parent]):
+            tables[row, j] = old[parent, j]
         blocks.first_block[row], blocks.num_blocks[row] = first[parent], held[parent]
 
 

@@ -14,12 +14,9 @@ from cupaged.scheduler.allocator import (
     move_tables,
     num_available,
 )
-from cupaged.scheduler.counters import Counter
 from cupaged.scheduler.plan import SWAP_IN, Pools, count_wanted, find_remaining, take_blocks
 from cupaged.scheduler.progress import count_recomputed
 from cupaged.scheduler.state import Rows
-
-SWAPPED_IN_BLOCKS = int(Counter.SWAPPED_IN_BLOCKS)
 
 
 @njit
@@ -85,7 +82,6 @@ def swap_in(pools: Pools, group: NDArray[np.int32]) -> None:
     moves = pools.moves
     count = move_tables(pools.host, pools.device, group, moves.swap_in[moves.num[SWAP_IN] :])
     moves.num[SWAP_IN] += count
-    pools.device.counters[SWAPPED_IN_BLOCKS] += count
 
 
 @njit

@@ -198,7 +198,8 @@ def pack_tables(blocks: Blocks, out: BatchArrays, order: NDArray[np.int32]) -> N
 def pack_moves(moves: Moves, out: BatchArrays) -> int:
     """Write the pairs of blocks, all moves being done then; return the words of tail that they take."""
     num, tail = moves.num, out.tail
-    out.copy[: num[COPY]] = moves.copy[: num[COPY]]
+    for i in range(num[COPY]):
+        out.copy[i, 0], out.copy[i, 1] = moves.copy[i, 0], moves.copy[i, 1]
     end = 0
     for pairs, count in ((moves.swap_out, num[SWAP_OUT]), (moves.swap_in, num[SWAP_IN])):
         for i in range(count):

@@ -26,7 +26,6 @@ from cupaged.scheduler.prefix_cache import NO_ENTRY
 from cupaged.scheduler.state import Rows
 
 PREEMPTIONS = int(Counter.PREEMPTIONS)
-SWAPPED_OUT_BLOCKS = int(Counter.SWAPPED_OUT_BLOCKS)
 SWAP_OUT, SWAP_IN, COPY = 0, 1, 2  # in Moves.num
 
 
@@ -224,7 +223,6 @@ def preempt_last(rows: Rows, pools: Pools, costs: Costs) -> bool:
         out = moves.num[SWAP_OUT]
         count = move_tables(blocks, pools.host, group, moves.swap_out[out:])
         moves.num[SWAP_OUT] += count
-        blocks.counters[SWAPPED_OUT_BLOCKS] += count
     for row in group:
         rows.num_new[row] = 0
         free_table(blocks, row)

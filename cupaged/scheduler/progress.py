@@ -1,6 +1,6 @@
 """What a submitted step and one that has come back change: njit over Rows and Blocks."""
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -9,7 +9,7 @@ from cupaged.batch import Flag
 from cupaged.jit import njit, njit_inner
 from cupaged.scheduler.allocator import HOLE, Blocks, free_before, free_table, reorder_tables, share_table
 from cupaged.scheduler.counters import Counter
-from cupaged.scheduler.plan import SWAP_OUT, Pools
+from cupaged.scheduler.plan import Pools
 from cupaged.scheduler.prefix_cache import chain_hash, register_block
 from cupaged.scheduler.state import NEVER, NO_SERIAL, Rows
 from cupaged.sequence import NOT_FINISHED, FinishReason
@@ -76,11 +76,8 @@ def release(rows: Rows, pools: Pools, row: int) -> None:
 
 
 @njit_inner
-def close_gaps(rows: Rows, pools: Pools) -> None:
-    """Take released rows out of `running`, and out of the moves to come what was swapped out for them.
-
-    Their place in the host's pool may go to another before those moves are done.
-    """
+def close_gaps(rows: Rows) -> None:
+    """Take released rows out of `running`."""
     kept = 0
     for i in range(rows.num_running[0]):
         row = rows.running[i]
@@ -88,12 +85,6 @@ def close_gaps(rows: Rows, pools: Pools) -> None:
             rows.running[kept] = row
             kept += 1
     rows.num_running[0] = kept
-    pairs, num, kept = pools.moves.swap_out, pools.moves.num, 0
-    for i in range(num[SWAP_OUT]):
-        if pools.host.ref_count[pairs[i, 1]] > 0:
-            pairs[kept] = pairs[i]
-            kept += 1
-    num[SWAP_OUT] = kept
 
 
 @njit
@@ -101,7 +92,7 @@ def release_rows(rows: Rows, pools: Pools, given_up: NDArray[np.int32]) -> None:
     """Take blocks and serials from rows."""
     for row in given_up:
         release(rows, pools, row)
-    close_gaps(rows, pools)
+    close_gaps(rows)
 
 
 @njit_inner
@@ -195,37 +186,46 @@ def apply_output(
             # The next query is at `written` or later: it sees the tokens behind written - sliding_window.
             free_before(blocks, row, (written - sliding_window + 1) // size)
     if ended:
-        close_gaps(rows, pools)
+        close_gaps(rows)
+
+
+@njit_inner
+def reorder_column(column: NDArray[Any], beams: NDArray[np.int32], parents: NDArray[np.int32]) -> None:
+    """Let column[beams[i]] be what column[beams[parents[i]]] was, and 0 behind the parents."""
+    old = column[beams]
+    for i in range(beams.size):
+        column[beams[i]] = old[parents[i]] if i < parents.size else 0
 
 
 @njit
-def reorder_beams(rows: Rows, pools: Pools, beams: NDArray[np.int32], parents: NDArray[np.int32]) -> None:
-    """Let the row beams[i] be what beams[parents[i]] was, and those behind the parents take no part."""
-    tokens = rows.tokens[beams, : rows.num_tokens[beams].max()]
+def reorder_beams(
+    rows: Rows,
+    pools: Pools,
+    beams: NDArray[np.int32],
+    parents: NDArray[np.int32],
+    token_ids: NDArray[np.int32],
+) -> None:
+    """Let the row beams[i] be what beams[parents[i]] was and then token_ids[i], the others take no part."""
+    longest = 0
+    for row in beams:
+        rows.num_in_flight[row] = 0
+        longest = max(longest, rows.num_tokens[row])
+    old = np.empty((beams.size, longest), np.int32)
+    for i in range(beams.size):
+        for j in range(rows.num_tokens[beams[i]]):
+            old[i, j] = rows.tokens[beams[i], j]
     reorder_tables(pools.device, beams, parents)
     reorder_tables(pools.host, beams, parents)
-    columns = (
-        rows.num_tokens,
-        rows.num_computed_tokens,
-        rows.num_stored_tokens,
-        rows.num_registered,
-        rows.num_lost_tokens,
-    )
-    for column in columns:
-        column[beams[: parents.size]] = column[beams[parents]]
-        column[beams[parents.size :]] = 0
-    rows.chain_hash[beams[: parents.size]] = rows.chain_hash[beams[parents]]
-    rows.chain_serial[beams[: parents.size]] = rows.chain_serial[beams[parents]]
-    rows.num_in_flight[beams] = 0
+    reorder_column(rows.num_tokens, beams, parents)
+    reorder_column(rows.num_computed_tokens, beams, parents)
+    reorder_column(rows.num_stored_tokens, beams, parents)
+    reorder_column(rows.num_lost_tokens, beams, parents)
+    reorder_column(rows.num_registered, beams, parents)
+    reorder_column(rows.chain_hash, beams, parents)
+    reorder_column(rows.chain_serial, beams, parents)
     for i in range(parents.size):
-        known = rows.num_tokens[beams[i]]
-        rows.tokens[beams[i], :known] = tokens[parents[i], :known]
-
-
-@njit
-def append_choices(rows: Rows, beams: NDArray[np.int32], token_ids: NDArray[np.int32]) -> None:
-    """Append the token that was chosen for each beam."""
-    for i in range(beams.size):
         row = beams[i]
+        for j in range(rows.num_tokens[row]):
+            rows.tokens[row, j] = old[parents[i], j]
         rows.tokens[row, rows.num_tokens[row]] = token_ids[i]
         rows.num_tokens[row] += 1

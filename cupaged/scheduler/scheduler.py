@@ -27,12 +27,11 @@ from cupaged.scheduler.entry import (
 from cupaged.scheduler.group_queue import GroupQueue
 from cupaged.scheduler.invariants import check_groups, check_rows
 from cupaged.scheduler.pack import BatchBuffer, Packed, measure, pack_batch
-from cupaged.scheduler.plan import Costs, Head, plan_running, preempt_last
+from cupaged.scheduler.plan import SWAP_IN, SWAP_OUT, Costs, Head, plan_running, preempt_last
 from cupaged.scheduler.prefix_cache import SaltIds, lookup_prefix
 from cupaged.scheduler.progress import (
     StepRows,
     advance,
-    append_choices,
     apply_output,
     release_rows,
     reorder_beams,
@@ -95,7 +94,7 @@ class Scheduler:
         self._num_arrived = 0
         self._step = 0
         self._last_admission = 0
-        self._preempted: set[SequenceGroup] = set()  # in the step being planned
+        self._preempted: list[SequenceGroup] = []  # in the step being planned
         self._in_flight: deque[Batch] = deque()
         table_width = self.block_manager.blocks_for(config.max_model_len)
         self._found = np.empty(table_width, np.int32)
@@ -217,8 +216,7 @@ class Scheduler:
         chosen = np.array(token_ids, np.int32)
         rows = self._table.rows
         assert not rows.is_pending[beams].any(), "a beam has not come to its token yet"
-        reorder_beams(rows, self.block_manager.pools, beams, np.array(parents, np.int32))
-        append_choices(rows, beams[: chosen.size], chosen)
+        reorder_beams(rows, self.block_manager.pools, beams, np.array(parents, np.int32), chosen)
         self._table.renew_serial(beams)
 
     def reset_prefix_cache(self) -> None:
@@ -238,7 +236,10 @@ class Scheduler:
         # 2 swapped and 3 waiting: one queue by priority and arrival, so the swapped return before new ones.
         planned += self._admit(self._budget - planned)
         # 4 pack.
-        return self._pack() if planned else None
+        if planned:
+            return self._pack()
+        self._cancel_swaps()
+        return None
 
     def update(self, batch: Batch, output: StepOutput) -> Update:
         """Take the oldest batch in flight back: append its tokens, end and free sequences."""
@@ -306,6 +307,13 @@ class Scheduler:
         while fit.num_rows > len(table.free):
             self._restart(swapped.pop())
 
+    def _cancel_swaps(self) -> None:
+        """Recompute who was to be swapped out: in a step that computes nothing, nothing can move either."""
+        for group in self._preempted:
+            if group.status is SequenceStatus.SWAPPED:
+                self._restart(group)
+        self.block_manager.moves.num[:] = 0
+
     def _lower_rows(self, head: SequenceGroup | None) -> NDArray[np.int32]:
         """Return the running rows of lower priority than the head."""
         rows = self._table.rows
@@ -353,7 +361,7 @@ class Scheduler:
                 self._table.unload(group)
             group.num_preemptions += 1
             self._queue.push(group)
-            self._preempted.add(group)
+            self._preempted.append(group)
 
     def _fit(self, group: SequenceGroup) -> _Fit:
         """Return what a waiting group needs."""
@@ -424,6 +432,8 @@ class Scheduler:
         self._step += 1
         rows, sampling, pools = self._table.rows, self._table.sampling, self.block_manager.pools
         num_tokens, num_seqs, table_width, num_tail = measure(rows, sampling, pools.device, pools.moves)
+        self.counters[Counter.SWAPPED_OUT_BLOCKS] += pools.moves.num[SWAP_OUT]
+        self.counters[Counter.SWAPPED_IN_BLOCKS] += pools.moves.num[SWAP_IN]
         buffer = self._buffers[0]
         self._buffers.rotate(-1)
         bucket = bucket_for(num_tokens, num_seqs, table_width)
