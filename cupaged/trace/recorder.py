@@ -21,7 +21,7 @@ from cupaged.sequence import NOT_FINISHED, FinishReason, Sequence, SequenceGroup
 from cupaged.trace.chains import Chains, append_outputs, begin, create_chains, create_key
 from cupaged.trace.plan_encoder import PlanEncoder
 from cupaged.trace.plan_state import create_plan_state
-from cupaged.trace.records import Kind, TraceFile
+from cupaged.trace.records import REQUEST_DEFAULTS, Kind, TraceFile
 from cupaged.trace.varint import MAX_BYTES, encode_ints
 
 PIECE = 16  # tokens that one hash stands for, where the block size is a multiple of it
@@ -76,6 +76,7 @@ class TraceRecorder(Scheduler):
             fields["stop_token_ids"] = list(group.stop_token_ids)
         values = np.empty(len(group.prompt_token_ids) // self._piece, np.int64)
         begin(self._create_chains(1), 0, group.prompt_token_ids, values)
+        fields = {name: value for name, value in fields.items() if REQUEST_DEFAULTS.get(name, ...) != value}
         head = json.dumps(fields, separators=(",", ":")).encode()
         self._file.write(Kind.ADD, head + b"\n" + encode_ints(values.tolist()))
 

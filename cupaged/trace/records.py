@@ -10,7 +10,7 @@ import struct
 import zlib
 from enum import IntEnum
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from cupaged.trace.varint import decode_ints
 
@@ -33,6 +33,25 @@ class Kind(IntEnum):
     FINISH_GROUP = 7
     CONTINUE_BEAMS = 8
     RESET_PREFIX_CACHE = 9
+
+
+# What an ADD record leaves out where it is so; the rest is required.
+REQUEST_DEFAULTS: dict[str, Any] = {
+    "num_sequences": 1,
+    "is_beam": False,
+    "num_candidates": 0,
+    "priority": 0,
+    "salts": [],
+    "temperature": 0.0,
+    "top_p": 1.0,
+    "top_k": 0,
+    "min_p": 0.0,
+    "logprobs": None,
+    "prompt_logprobs": None,
+    "min_tokens": 0,
+    "num_banned": 0,
+    "stop_token_ids": [],
+}
 
 
 class Record(NamedTuple):

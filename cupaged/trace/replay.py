@@ -122,7 +122,7 @@ class _Replay:
             yield event
 
     def _add(self, request: Request) -> None:
-        group = request.create_group()
+        group = request.create_group(self._segment.config.policy)
         self._scheduler.add(group)
         recorded = request.fields["arrival"]
         if group.arrival != recorded:

@@ -98,7 +98,7 @@ class _Simulation:
         """Add whoever has arrived and abort whoever was aborted without a token."""
         while self._arrivals and self._arrivals[0].time <= self._now:
             request = self._arrivals.popleft()
-            group = request.create_group()
+            group = request.create_group(self._config.policy)
             try:
                 self._scheduler.add(group)
             except ValueError:
@@ -113,7 +113,8 @@ class _Simulation:
                     heappush(self._aborts, (output.end_time, group.arrival, seq.index, seq))
         while self._aborts and self._aborts[0][0] <= self._now:
             seq = heappop(self._aborts)[-1]
-            self._end(seq, FinishReason.ABORT)
+            self._scheduler.finish(seq, FinishReason.ABORT)
+            self._note_end(seq.group)
 
     def _submit(self, batch: Batch) -> None:
         sequences = self._rows.of(batch)
@@ -154,6 +155,8 @@ class _Simulation:
                 self._note_token(seq, lengths[i])
         for group in searches:
             self._continue_beams(group)
+        for seq in sequences:
+            self._note_end(seq.group)
 
     def _note_token(self, seq: Sequence, length: int) -> None:
         progress = self._progress[seq.group]
@@ -162,13 +165,7 @@ class _Simulation:
             self._outcome.first_token_seconds.append(self._now - progress.request.time)
         output = progress.request.outputs[seq.index]
         if output.ended_from_outside and 0 < output.length <= length and output.reason is not None:
-            self._end(seq, output.reason)
-        elif seq.finish_reason is not None:
-            self._note_end(seq.group)
-
-    def _end(self, seq: Sequence, reason: FinishReason) -> None:
-        self._scheduler.finish(seq, reason)
-        self._note_end(seq.group)
+            self._scheduler.finish(seq, output.reason)
 
     def _note_end(self, group: SequenceGroup) -> None:
         if group.unfinished:
@@ -197,7 +194,6 @@ class _Simulation:
             reason = progress.request.outputs[0].reason
             assert reason is not None, "a request without an end was let in"
             self._scheduler.finish_group(group, reason)
-            self._note_end(group)
 
     def _finish(self) -> Outcome:
         outcome = self._outcome

@@ -13,11 +13,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cupaged.batch import Count
+from cupaged.config import SchedulingPolicy
 from cupaged.sampling_params import SamplingParams
 from cupaged.scheduler.scheduler_config import SchedulerConfig
 from cupaged.sequence import FinishReason, SequenceGroup
 from cupaged.trace.plan_state import CONTEXT, NUM_COUNTS
-from cupaged.trace.records import Kind, Record, Recording
+from cupaged.trace.records import REQUEST_DEFAULTS, Kind, Record, Recording
 from cupaged.trace.varint import decode_ints
 
 FILLER, STOP_TOKEN, FIRST_PIECE = 0, 1, 2  # invented token ids
@@ -54,8 +55,8 @@ class Request:
     outputs: list[Output]  # by index
     continuations: list[Continuation] = field(default_factory=list)
 
-    def create_group(self) -> SequenceGroup:
-        """Return the request as a scheduler takes it."""
+    def create_group(self, policy: SchedulingPolicy) -> SequenceGroup:
+        """Return the request as a scheduler of `policy` takes it."""
         f = self.fields
         return SequenceGroup(
             request_id=str(f["arrival"]),
@@ -68,7 +69,7 @@ class Request:
             num_sequences=f["num_sequences"],
             is_beam=f["is_beam"],
             num_candidates=f["num_candidates"],
-            priority=f["priority"],
+            priority=f["priority"] if policy == "priority" else 0,
             cache_salts=tuple((kind, text) for kind, text in f["salts"]),
         )
 
@@ -164,7 +165,7 @@ class _Reader:
 
     def _read_request(self, payload: bytes) -> None:
         head, _, pieces = payload.partition(b"\n")
-        fields = json.loads(head)
+        fields = REQUEST_DEFAULTS | json.loads(head)
         self._time += fields["time"]
         segment = self._segment
         prompt = np.full(fields["num_prompt_tokens"], FILLER, np.int32)

@@ -1,0 +1,446 @@
+"use strict";
+// The page of `python -m cupaged.trace view`. A frame is what a step's plan leaves; words and events are packed as
+// pool_history.py says. Frames are differences: every KEY_EVERY-th state is kept whole, so that any is near.
+
+const FREE = 0, CACHED = 1, USED = 2;
+const HAPPENED = [
+  ["prefix hit", "#ffd166"],
+  ["copied on write", "#c77dff"],
+  ["swapped in", "#4cc9f0"],
+  ["swapped out", "#f8961e"],
+  ["evicted", "#ef476f"],
+];
+const KEY_EVERY = 32;
+
+const stateOf = word => (word >>> 10) & 3;
+const ownerOf = word => word >>> 12;
+const referencesOf = word => word & 1023;
+
+class History {
+  constructor(data, buffer) {
+    this.config = data.config;
+    this.requests = data.requests;
+    let offset = 0;
+    for (const [name, size, kind] of data.arrays) {
+      this[name] = kind === "u" ? new Uint32Array(buffer, offset, size) : new Float32Array(buffer, offset, size);
+      offset += 4 * size;
+    }
+    this.numFrames = this.steps.length;
+    this.numDevice = data.config.num_blocks;
+    this.numBlocks = data.config.num_blocks + data.config.num_host_blocks;
+    const all = this.series;
+    this.series = {};
+    data.series.forEach((name, i) => {
+      this.series[name] = all.subarray(i * this.numFrames, (i + 1) * this.numFrames);
+    });
+    this.keys = [];
+    const words = new Uint32Array(this.numBlocks);
+    for (let frame = 0; frame < this.numFrames; frame++) {
+      this.apply(words, frame);
+      if (frame % KEY_EVERY === 0) this.keys.push(words.slice());
+    }
+  }
+
+  apply(words, frame) {
+    for (let i = this.change_start[frame]; i < this.change_start[frame + 1]; i++)
+      words[this.change_block[i]] = this.change_word[i];
+  }
+
+  wordsAt(frame) {
+    const key = Math.floor(frame / KEY_EVERY);
+    const words = this.keys[key].slice();
+    for (let f = key * KEY_EVERY + 1; f <= frame; f++) this.apply(words, f);
+    return words;
+  }
+
+  eventsAt(frame) {
+    const found = [];
+    for (let i = this.event_start[frame]; i < this.event_start[frame + 1]; i++)
+      found.push([this.events[i] >>> 28, this.events[i] & 0xfffffff]);
+    return found;
+  }
+}
+
+async function unpack(text) {
+  const bytes = Uint8Array.from(atob(text), c => c.charCodeAt(0));
+  const stream = new Blob([bytes]).stream().pipeThrough(new DecompressionStream("deflate"));
+  return new Response(stream).arrayBuffer();
+}
+
+// Drawing.
+
+const $ = id => document.getElementById(id);
+const css = name => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
+
+function prepare(canvas) {
+  const ratio = window.devicePixelRatio || 1, width = canvas.clientWidth, height = canvas.clientHeight;
+  canvas.width = Math.max(1, Math.round(width * ratio));
+  canvas.height = Math.max(1, Math.round(height * ratio));
+  const pen = canvas.getContext("2d");
+  pen.setTransform(ratio, 0, 0, ratio, 0, 0);
+  return {pen, width, height};
+}
+
+function gridOf(number, width, height) {
+  const pad = 8;
+  let cell = Math.min(46, Math.floor(Math.sqrt((width - 2 * pad) * (height - 2 * pad) / Math.max(number, 1))));
+  while (cell > 2) {
+    const columns = Math.floor((width - 2 * pad) / cell);
+    if (Math.ceil(number / columns) * cell <= height - 2 * pad) break;
+    cell--;
+  }
+  return {cell, pad, columns: Math.max(1, Math.floor((width - 2 * pad) / cell))};
+}
+
+class View {
+  constructor(history, name) {
+    this.history = history;
+    this.frame = 0;
+    this.chosen = -1; // arrival of the request that is followed
+    this.timer = 0;
+    this.grids = {};
+    this.charts = [];
+    $("name").textContent = name;
+    $("slider").max = history.numFrames - 1;
+    $("host-part").hidden = history.config.num_host_blocks === 0;
+    this.showSettings();
+    this.listen();
+    this.resize();
+  }
+
+  color(owner, state) {
+    if (state === FREE) return this.colors.free;
+    const hue = (owner * 137.508) % 360;
+    return state === USED ? `hsl(${hue} ${this.colors.sat} ${this.colors.used})`
+      : `hsl(${hue} 34% ${this.colors.cached})`;
+  }
+
+  showSettings() {
+    const c = this.history.config;
+    const chips = [[c.num_blocks, `blocks of ${c.block_size} tokens`], [c.num_host_blocks, "host blocks"],
+      [c.max_num_seqs, "sequences at most"], [c.max_num_batched_tokens, "tokens a step"], [c.policy, ""],
+      [c.preemption_mode, "preemption"], [c.enable_prefix_caching ? "prefix cache" : "no prefix cache", ""],
+      [this.history.requests.length, "requests"]];
+    $("chips").replaceChildren(...chips.map(([value, text]) => {
+      const item = document.createElement("li"), bold = document.createElement("b");
+      bold.textContent = value;
+      item.append(bold, text ? ` ${text}` : "");
+      return item;
+    }));
+  }
+
+  showLegend() {
+    const entries = [
+      ["free", `background:${this.colors.free}`],
+      ["in use, by request", `background:conic-gradient(${[0, 90, 180, 270, 360].map(h =>
+        `hsl(${h} ${this.colors.sat} ${this.colors.used})`)})`],
+      ["cached, nobody holds it", `background:${this.color(0, CACHED)}`],
+      ["shared: more than one table", `background:radial-gradient(${this.colors.ring} 32%, ${this.color(3, USED)} 36%)`],
+      ...HAPPENED.map(([text, color]) => [text, `border:2px solid ${color}`]),
+    ];
+    $("legend").replaceChildren(...entries.map(([text, style]) => {
+      const item = document.createElement("li"), swatch = document.createElement("span");
+      swatch.className = "swatch";
+      swatch.style.cssText = style;
+      item.append(swatch, text);
+      return item;
+    }));
+  }
+
+  resize() {
+    this.colors = {free: css("--free"), used: css("--used-light"), cached: css("--cached-light"),
+      sat: css("--sat"), ring: css("--ring"), line: css("--line"), soft: css("--soft"), text: css("--text"),
+      accent: css("--accent")};
+    this.showLegend();
+    this.charts = [this.drawUse(), this.drawQueue(), this.drawHappened()];
+    this.show(this.frame);
+  }
+
+  show(frame) {
+    this.frame = Math.max(0, Math.min(this.history.numFrames - 1, frame));
+    this.words = this.history.wordsAt(this.frame);
+    this.happened = this.history.eventsAt(this.frame);
+    $("slider").value = this.frame;
+    this.drawPool("device", 0, this.history.numDevice);
+    if (this.history.config.num_host_blocks) this.drawPool("host", this.history.numDevice, this.history.numBlocks);
+    this.charts.forEach(chart => this.drawCursor(chart));
+    this.showFacts();
+    document.body.dataset.frame = this.frame;
+  }
+
+  drawPool(id, from, to) {
+    const {pen, width, height} = prepare($(id));
+    const grid = this.grids[id] = {...gridOf(to - from, width, height), from, to};
+    const {cell, pad, columns} = grid, gap = cell > 5 ? 1 : cell > 3 ? 0.5 : 0, size = cell - gap;
+    const place = block => [pad + (block - from) % columns * cell, pad + Math.floor((block - from) / columns) * cell];
+    pen.textAlign = "center";
+    pen.textBaseline = "middle";
+    pen.font = `600 ${Math.round(cell * 0.42)}px system-ui, sans-serif`;
+    for (let block = from; block < to; block++) {
+      const word = this.words[block], state = stateOf(word), references = referencesOf(word);
+      const [x, y] = place(block);
+      pen.globalAlpha = this.chosen >= 0 && state !== FREE && ownerOf(word) !== this.chosen ? 0.16 : 1;
+      pen.fillStyle = this.color(ownerOf(word), state);
+      pen.fillRect(x, y, size, size);
+      if (references > 1) {
+        pen.fillStyle = this.colors.ring;
+        if (cell >= 18) pen.fillText(references, x + size / 2, y + size / 2 + 1);
+        else pen.fillRect(x + size * 0.3, y + size * 0.3, size * 0.4, size * 0.4);
+      }
+    }
+    pen.globalAlpha = 1;
+    const ring = Math.max(1.2, Math.min(3, cell * 0.16));
+    pen.lineWidth = ring;
+    for (const [what, block] of this.happened) {
+      if (block < from || block >= to) continue;
+      const [x, y] = place(block);
+      pen.strokeStyle = HAPPENED[what][1];
+      pen.strokeRect(x + ring / 2, y + ring / 2, size - ring, size - ring);
+    }
+  }
+
+  showFacts() {
+    const h = this.history, s = h.series, f = this.frame, c = h.config;
+    const share = (part, whole) => whole ? `${(100 * part / whole).toFixed(1)} %` : "-";
+    $("step").textContent = h.steps[f].toLocaleString("en");
+    $("time").textContent = `${s.time[f].toFixed(3)} s`;
+    $("device-facts").textContent = `${s.used[f]} of ${c.num_blocks} in use, ${s.cached[f]} cached`;
+    $("host-facts").textContent = `${s.host_used[f]} of ${c.num_host_blocks} in use`;
+    const counts = HAPPENED.map((_, what) => this.happened.filter(e => e[0] === what).length);
+    const facts = [["tokens in the step", s.tokens[f]], ["decodes", s.decodes[f]], ["sequences running", s.running[f]],
+      ["requests waiting", s.waiting[f]], ["blocks in use", share(s.used[f], c.num_blocks)],
+      ["of their slots, filled", share(s.stored[f], s.used[f] * c.block_size)], ["preemptions so far", s.preemptions[f]],
+      ["tokens recomputed", s.recomputed_tokens[f]], ["prompt tokens found", s.hit_tokens[f]],
+      ...HAPPENED.map(([text], what) => [`${text} now`, counts[what]])];
+    $("facts").replaceChildren(...facts.flatMap(([name, value]) => {
+      const term = document.createElement("dt"), text = document.createElement("dd");
+      term.textContent = name;
+      text.textContent = typeof value === "number" ? value.toLocaleString("en") : value;
+      return [term, text];
+    }));
+    this.showOwners();
+  }
+
+  showOwners() {
+    const held = new Map();
+    for (const word of this.words)
+      if (stateOf(word) === USED) held.set(ownerOf(word), (held.get(ownerOf(word)) || 0) + 1);
+    const owners = [...held].sort((a, b) => b[1] - a[1]).slice(0, 40);
+    $("owners").replaceChildren(...owners.map(([owner, number]) => {
+      const item = document.createElement("li"), swatch = document.createElement("span"), text = document.createElement("span");
+      swatch.className = "swatch";
+      swatch.style.background = this.color(owner, USED);
+      text.textContent = `request ${owner}`;
+      item.className = owner === this.chosen ? "chosen" : "";
+      item.append(swatch, text, String(number));
+      item.onclick = () => this.choose(owner);
+      return item;
+    }));
+  }
+
+  // Charts: drawn once a size, then copied under the cursor.
+
+  chart(id, most, draw) {
+    const canvas = $(id), {pen, width, height} = prepare(canvas);
+    const x = f => 6 + (width - 12) * (this.history.numFrames > 1 ? f / (this.history.numFrames - 1) : 0.5);
+    const y = value => height - 4 - (height - 10) * value / Math.max(most, 1e-9);
+    pen.strokeStyle = this.colors.line;
+    for (const share of [0, 0.5, 1]) pen.strokeRect(6, y(most * share), width - 12, 0);
+    draw(pen, x, y);
+    pen.fillStyle = this.colors.soft;
+    pen.font = "10px system-ui, sans-serif";
+    pen.fillText(most.toLocaleString("en"), 9, y(most) + 10);
+    const picture = document.createElement("canvas");
+    picture.width = canvas.width;
+    picture.height = canvas.height;
+    picture.getContext("2d").drawImage(canvas, 0, 0);
+    return {canvas, picture, x, width, height};
+  }
+
+  area(pen, x, y, values, color, base) {
+    pen.beginPath();
+    const last = this.history.numFrames - 1;
+    for (let f = 0; f <= last; f++) pen.lineTo(x(f), y(values[f] + (base ? base[f] : 0)));
+    for (let f = last; f >= 0; f--) pen.lineTo(x(f), y(base ? base[f] : 0));
+    pen.fillStyle = color;
+    pen.fill();
+  }
+
+  line(pen, x, y, values, color) {
+    pen.beginPath();
+    for (let f = 0; f < this.history.numFrames; f++) pen.lineTo(x(f), y(values[f]));
+    pen.strokeStyle = color;
+    pen.lineWidth = 1.4;
+    pen.stroke();
+    pen.lineWidth = 1;
+  }
+
+  title(id, parts) {
+    $(id).replaceChildren(...parts.flatMap(([text, color], i) => {
+      const item = document.createElement("i");
+      item.textContent = text;
+      item.style.color = color;
+      return i ? [" · ", item] : [item];
+    }));
+  }
+
+  drawUse() {
+    const {series, config} = this.history, slots = series.stored.map(n => n / config.block_size);
+    this.title("use-title", [["blocks in use", this.colors.accent], ["cached", this.colors.soft], ["full of tokens", "#4dd4ac"]]);
+    return this.chart("use", config.num_blocks, (pen, x, y) => {
+      this.area(pen, x, y, series.used, `${this.colors.accent}77`);
+      this.area(pen, x, y, series.cached, `${this.colors.soft}55`, series.used);
+      this.line(pen, x, y, slots, "#4dd4ac");
+    });
+  }
+
+  drawQueue() {
+    const {series} = this.history, most = Math.max(1, ...series.running, ...series.waiting);
+    this.title("queue-title", [["sequences running", this.colors.accent], ["requests waiting", "#f8961e"], ["preemptions", "#ef476f"]]);
+    return this.chart("queue", most, (pen, x, y) => {
+      this.area(pen, x, y, series.running, `${this.colors.accent}55`);
+      this.line(pen, x, y, series.waiting, "#f8961e");
+      pen.fillStyle = "#ef476f";
+      for (let f = 0; f < this.history.numFrames; f++)
+        if (series.preemptions[f] > (f ? series.preemptions[f - 1] : 0)) pen.fillRect(x(f) - 0.75, y(most), 1.5, 7);
+    });
+  }
+
+  drawHappened() {
+    const {numFrames} = this.history, counts = HAPPENED.map(() => new Float32Array(numFrames));
+    for (let f = 0; f < numFrames; f++) for (const [what] of this.history.eventsAt(f)) counts[what][f]++;
+    const sums = counts[0].map((_, f) => counts.reduce((sum, c) => sum + c[f], 0));
+    this.title("event-title", HAPPENED);
+    return this.chart("happened", Math.max(1, ...sums), (pen, x, y) => {
+      const width = Math.max(1, x(1) - x(0) - 0.5);
+      for (let f = 0; f < numFrames; f++) {
+        let below = 0;
+        counts.forEach((count, what) => {
+          if (!count[f]) return;
+          pen.fillStyle = HAPPENED[what][1];
+          pen.fillRect(x(f) - width / 2, y(below + count[f]), width, y(below) - y(below + count[f]));
+          below += count[f];
+        });
+      }
+    });
+  }
+
+  drawCursor({canvas, picture, x, height}) {
+    const pen = canvas.getContext("2d");
+    pen.save();
+    pen.setTransform(1, 0, 0, 1, 0, 0);
+    pen.clearRect(0, 0, canvas.width, canvas.height);
+    pen.drawImage(picture, 0, 0);
+    pen.restore();
+    pen.fillStyle = this.colors.text;
+    pen.fillRect(x(this.frame) - 0.75, 0, 1.5, height);
+  }
+
+  // What the user does.
+
+  choose(owner) {
+    this.chosen = this.chosen === owner ? -1 : owner;
+    this.show(this.frame);
+  }
+
+  play(on) {
+    clearInterval(this.timer);
+    this.timer = 0;
+    $("play").textContent = on ? "Pause" : "Play";
+    if (!on) return;
+    if (this.frame === this.history.numFrames - 1) this.show(0);
+    const rate = Number($("speed").value), ticks = Math.min(rate, 30);
+    this.timer = setInterval(() => {
+      this.show(this.frame + Math.round(rate / ticks));
+      if (this.frame === this.history.numFrames - 1) this.play(false);
+    }, 1000 / ticks);
+  }
+
+  nextEvent() {
+    const {event_start: start, numFrames} = this.history;
+    for (let f = this.frame + 1; f < numFrames; f++) if (start[f + 1] > start[f]) return this.show(f);
+  }
+
+  blockAt(id, event) {
+    const {cell, pad, columns, from, to} = this.grids[id];
+    const column = Math.floor((event.offsetX - pad) / cell), row = Math.floor((event.offsetY - pad) / cell);
+    const block = from + row * columns + column;
+    return column >= 0 && column < columns && row >= 0 && block < to ? block : -1;
+  }
+
+  describe(block) {
+    const word = this.words[block], state = stateOf(word), host = block >= this.history.numDevice;
+    const lines = [host ? `host block ${block - this.history.numDevice}` : `block ${block}`];
+    if (state === FREE) lines.push("free");
+    else {
+      const [time, prompt, most, n, isBeam, priority] = this.history.requests[ownerOf(word)];
+      const references = referencesOf(word), tables = references > 1 ? `${references} tables` : "1 table";
+      lines.push(state === USED ? `held by ${tables}` : "cached, nobody holds it; the oldest goes first",
+        `request ${ownerOf(word)}${isBeam ? `, ${n} beams` : n > 1 ? `, n = ${n}` : ""}`,
+        `${prompt} tokens of prompt, ${most} at most, at ${time.toFixed(3)} s`);
+      if (priority) lines.push(`priority ${priority}`);
+    }
+    for (const [what, at] of this.happened) if (at === block) lines.push(HAPPENED[what][0]);
+    return lines.join("\n");
+  }
+
+  listen() {
+    for (const id of ["device", "host"]) {
+      $(id).addEventListener("mousemove", event => {
+        const block = this.blockAt(id, event), tip = $("tip");
+        tip.hidden = block < 0;
+        if (block < 0) return;
+        tip.textContent = this.describe(block);
+        tip.style.left = `${Math.min(event.clientX + 14, innerWidth - tip.offsetWidth - 8)}px`;
+        tip.style.top = `${Math.min(event.clientY + 14, innerHeight - tip.offsetHeight - 8)}px`;
+      });
+      $(id).addEventListener("mouseleave", () => { $("tip").hidden = true; });
+      $(id).addEventListener("click", event => {
+        const block = this.blockAt(id, event);
+        this.choose(block >= 0 && stateOf(this.words[block]) !== FREE ? ownerOf(this.words[block]) : this.chosen);
+      });
+    }
+    for (const id of ["use", "queue", "happened"]) {
+      const seek = event => {
+        if (event.buttons !== 1) return;
+        this.show(Math.round((event.offsetX - 6) / ($(id).clientWidth - 12) * (this.history.numFrames - 1)));
+      };
+      $(id).addEventListener("mousedown", seek);
+      $(id).addEventListener("mousemove", seek);
+    }
+    $("slider").addEventListener("input", () => this.show(Number($("slider").value)));
+    $("play").addEventListener("click", () => this.play(!this.timer));
+    $("speed").addEventListener("change", () => this.timer && this.play(true));
+    addEventListener("resize", () => this.resize());
+    matchMedia("(prefers-color-scheme: light)").addEventListener("change", () => this.resize());
+    addEventListener("keydown", event => this.onKey(event));
+  }
+
+  onKey(event) {
+    if (event.ctrlKey || event.metaKey || event.altKey || event.target.tagName === "SELECT") return;
+    const stride = event.shiftKey ? 10 : 1;
+    const actions = {
+      ArrowLeft: () => this.show(this.frame - stride),
+      ArrowRight: () => this.show(this.frame + stride),
+      Home: () => this.show(0),
+      End: () => this.show(this.history.numFrames - 1),
+      " ": () => this.play(!this.timer),
+      e: () => this.nextEvent(),
+      Escape: () => this.choose(this.chosen),
+    };
+    const action = actions[event.key.length === 1 ? event.key.toLowerCase() : event.key];
+    if (!action) return;
+    event.preventDefault();
+    action();
+  }
+}
+
+async function start() {
+  const data = JSON.parse($("data").textContent);
+  const view = new View(new History(data, await unpack(data.packed)), data.name);
+  const wanted = /^#(\d+)$/.exec(location.hash); // a link to a frame
+  if (wanted) view.show(Number(wanted[1]));
+  document.body.dataset.ready = "yes";
+}
+
+if (typeof document !== "undefined") start().catch(error => { document.body.dataset.error = String(error); });

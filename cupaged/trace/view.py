@@ -1,0 +1,49 @@
+"""The page of a trace: one HTML file with its data in it, that asks nothing of a network."""
+
+import base64
+import json
+import zlib
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from cupaged.trace.pool_history import SERIES, PoolHistory, read_history
+from cupaged.trace.workload import Segment
+
+_FOLDER = Path(__file__).parent
+
+
+def page_data(segment: Segment, history: PoolHistory, name: str) -> dict[str, Any]:
+    """Return what the page's script reads: plain values, and arrays packed into one text."""
+    arrays = {
+        field: array.astype("<u4" if array.dtype.kind == "u" else "<f4")
+        for field, array in history._asdict().items()
+    }
+    packed = zlib.compress(b"".join(array.tobytes() for array in arrays.values()), 9)
+    described = ("max_total_tokens", "num_sequences", "is_beam", "priority")
+    requests = [
+        [round(request.time, 6), request.prompt.size, *(int(request.fields[name]) for name in described)]
+        for request in segment.requests.values()
+    ]
+    return {
+        "name": name,
+        "config": asdict(segment.config),
+        "series": SERIES,
+        "requests": requests,  # by arrival: seconds, prompt tokens, then `described`
+        "arrays": [[field, array.size, array.dtype.kind] for field, array in arrays.items()],
+        "packed": base64.b64encode(packed).decode(),  # deflate, 4 bytes a number, little endian
+    }
+
+
+def write_page(segment: Segment, path: Path, *, name: str) -> int:
+    """Write the page and return its bytes; PlansDifferError or ValueError if the trace cannot be shown."""
+    data = json.dumps(page_data(segment, read_history(segment), name), separators=(",", ":"))
+    page = (_FOLDER / "page.html").read_text(encoding="utf-8")
+    parts = {
+        "/* page.css */": (_FOLDER / "page.css").read_text(encoding="utf-8"),
+        "/* page.js */": (_FOLDER / "page.js").read_text(encoding="utf-8"),
+        "/* data */": data.replace("<", "\\u003c"),  # a file's name cannot end the script
+    }
+    for mark, text in parts.items():
+        page = page.replace(mark, text)
+    return path.write_text(page, encoding="utf-8")
