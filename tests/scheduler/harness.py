@@ -82,16 +82,16 @@ class Harness:
         update = self.scheduler.update(batch, output)
         self.check()
         self.check_cache()
-        for i, seq in enumerate(update.sequences):
-            if seq is None:
+        for i, owner in enumerate(update.sequences):
+            if owner is None:
                 continue
-            assert seq is step.seqs[i]
-            if seq.group.is_beam:
-                assert self.tokens(seq) == step.known[i], "a beam gets what another's tokens led to"
+            assert owner is step.seqs[i]
+            if owner.group.is_beam:
+                assert self.tokens(owner) == step.known[i], "a beam gets what another's tokens led to"
                 assert update.num_tokens[i] == 0
                 if batch.flags[i] & Flag.SAMPLES:
-                    self.sampled.setdefault(seq.group, set()).add(seq.index)
-            self.outputs[seq] += output.token_ids[i, : update.num_tokens[i]].tolist()
+                    self.sampled.setdefault(owner.group, set()).add(owner.index)
+            self.outputs[owner] += output.token_ids[i, : update.num_tokens[i]].tolist()
         self._note_prompt_logprobs(batch, update)
         self.advance_beams()
         return update
@@ -160,7 +160,7 @@ class Harness:
     def tokens(self, seq: Sequence) -> list[int]:
         """Return what is known of a sequence beforehand; of a beam, what it is now."""
         output = self.outputs[seq] if seq.group.is_beam else expected_output(seq.group, seq.index)
-        return seq.group.prompt_token_ids.tolist() + output
+        return [*seq.group.prompt_token_ids.tolist(), *output]
 
     def holders(self) -> dict[int, set[Sequence]]:
         """Return the sequences that hold each device block."""

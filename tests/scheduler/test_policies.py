@@ -1,6 +1,7 @@
 """Who goes first: by arrival, or by priority and then arrival; nobody starves, within a stated bound."""
 
 from itertools import pairwise
+from typing import Any
 
 import pytest
 
@@ -9,7 +10,7 @@ from cupaged.sequence import SequenceGroup, SequenceStatus
 from tests.scheduler.groups import make_group
 from tests.scheduler.harness import Harness, assert_all_as_expected, count, start
 
-PRIORITY = {"policy": "priority"}
+PRIORITY: dict[str, Any] = {"policy": "priority"}
 
 
 def ranked(priority: int, prompt: int | list[int] = 4, max_tokens: int = 4, n: int = 1) -> SequenceGroup:

@@ -1,17 +1,16 @@
 """Blocks that have left every layer's window are given back; their places in the table are holes."""
 
-from typing import Any
-
 import pytest
 
 from cupaged.scheduler.counters import Counter as Event
+from cupaged.sequence import Sequence, SequenceStatus
 from tests.scheduler.groups import make_group
 from tests.scheduler.harness import Harness, assert_all_as_expected, count, start
 
 
-def tables(harness: Harness, seq: Any) -> list[int]:
+def table(harness: Harness, seq: Sequence) -> list[int]:
     blocks = harness.scheduler.block_manager.blocks
-    return blocks.block_tables[seq.row, : blocks.num_blocks[seq.row]].tolist()
+    return [int(block) for block in blocks.block_tables[seq.row, : blocks.num_blocks[seq.row]]]
 
 
 @pytest.mark.parametrize("max_in_flight", [1, 2])
@@ -49,7 +48,7 @@ def test_window_wider_than_the_sequence_frees_nothing() -> None:
     for _ in range(9):
         harness.step()
 
-    assert min(tables(harness, group.sequences[0])) >= 0
+    assert min(table(harness, group.sequences[0])) >= 0
 
 
 @pytest.mark.parametrize("mode", ["recompute", "swap"])
@@ -81,7 +80,7 @@ def test_forks_of_a_prompt_with_holes_share_what_is_left() -> None:
     while len(harness.steps) < 4:
         harness.step()
 
-    held = [tables(harness, seq) for seq in group.sequences]
+    held = [table(harness, seq) for seq in group.sequences]
 
     assert held[0][:2] == held[1][:2] == [-1, -1]
     harness.run()
@@ -97,7 +96,7 @@ def test_prefix_is_found_behind_holes() -> None:
     harness.step()
 
     assert second.num_cached_tokens == 16
-    assert tables(harness, second.sequences[0])[:2] == [-1, -1]
+    assert table(harness, second.sequences[0])[:2] == [-1, -1]
     harness.run()
     assert_all_as_expected(harness, [second])
 
@@ -110,3 +109,24 @@ def test_beams_with_holes() -> None:
 
     assert len(harness.output(group)) == 15
     assert harness.scheduler.num_used_blocks == 0
+
+
+def test_sibling_without_output_forks_from_a_found_prompt() -> None:
+    others = [make_group([i] * 4, 2) for i in (8, 9)]
+    group = make_group(8, 4, n=2)
+    harness = start(
+        *others,
+        group,
+        num_blocks=6,
+        max_model_len=16,
+        sliding_window=5,
+        enable_prefix_caching=True,
+        preemption_mode="recompute",
+    )
+    harness.step()
+    harness.step()
+    assert group.status is SequenceStatus.PREEMPTED  # the first has a token, the second none
+
+    harness.run()
+
+    assert_all_as_expected(harness, [*others, group])

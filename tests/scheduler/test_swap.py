@@ -9,7 +9,7 @@ from cupaged.sequence import FinishReason, SequenceGroup, SequenceStatus
 from tests.scheduler.groups import expected_output, make_group
 from tests.scheduler.harness import Harness, assert_all_as_expected, count, preempting, start
 
-SWAP = {"preemption_mode": "swap", "num_host_blocks": 8}
+SWAP: dict[str, Any] = {"preemption_mode": "swap", "num_host_blocks": 8}
 
 
 def until(harness: Harness, group: SequenceGroup, status: SequenceStatus) -> None:
@@ -186,12 +186,13 @@ class TestReturn:
     def test_first_step_back_says_reset(self) -> None:
         harness, groups = preempting(**SWAP)
         until(harness, groups[2], SequenceStatus.SWAPPED)
+        batch = None
         while groups[2].status is SequenceStatus.SWAPPED:
             batch = harness.schedule()
-            assert batch is not None
             harness.update()
 
         row = groups[2].sequences[0].row
+        assert batch is not None
         assert len(batch.swap_in) > 0
         assert batch.flags[batch.rows.tolist().index(row)] & 4
 
