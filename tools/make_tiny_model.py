@@ -142,7 +142,7 @@ CLEAR_CASES: dict[str, dict[str, Any]] = {
     "clear_llama": LLAMA | CLEAR,
     "clear_llama_f16": LLAMA | CLEAR | {"torch_dtype": "float16"},
     "clear_llama_128": LLAMA | CLEAR | {"head_dim": 128, "num_key_value_heads": 1, "num_hidden_layers": 3},
-    "clear_mistral": MISTRAL | CLEAR | {"sliding_window": 40},
+    "clear_mistral": MISTRAL | CLEAR | {"sliding_window": 150},
     "clear_qwen2": QWEN2 | CLEAR,
     "clear_qwen3": QWEN3 | CLEAR,
 }

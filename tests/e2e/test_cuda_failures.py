@@ -19,12 +19,15 @@ from cupaged.backend.cuda import CudaBackend
 from cupaged.batch import Batch
 from cupaged.engine.async_engine import AsyncEngine, EngineDeadError
 from cupaged.engine.llm_engine import LLMEngine
+from cupaged.scheduler.counters import Counter
 from tests.cuda_on_cpu.gpu import EmulatedGpu, EmulatorError
 from tests.cuda_on_cpu.gpu_stream import Launch
 from tests.e2e.emulated import MEMORY, create_engine
 
 PARAMS = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
 OPTIONS: dict[str, Any] = {"max_model_len": 64, "max_num_seqs": 2, "max_num_batched_tokens": 16}
+BLOCK_BYTES = 2 * 2 * 2 * 16 * 64 * 2
+SWAPPING = {"preemption_mode": "swap", "kv_cache_memory": 5 * BLOCK_BYTES}  # one to grow into
 
 
 class Faulty(CudaBackend):
@@ -118,34 +121,40 @@ class FailingGpu(EmulatedGpu):
         return result
 
 
-def generate(engine: LLMEngine) -> list[list[int]]:
-    """Return the tokens that follow two prompts."""
+def generate(engine: LLMEngine, length: int = 3) -> list[list[int]]:
+    """Return the tokens that follow two prompts of so many."""
     for i in range(2):
-        engine.add_request(
-            str(i), [5 + i, 6, 7], replace(PARAMS, max_tokens=5, logprobs=1, prompt_logprobs=1)
-        )
+        params = replace(PARAMS, max_tokens=5, logprobs=1, prompt_logprobs=1)
+        engine.add_request(str(i), [5 + i, *range(6, 5 + length)], params)
     token_ids: dict[str, list[int]] = {}
     while engine.has_unfinished():
         token_ids |= {output.request_id: output.outputs[0].token_ids for output in engine.step()}
     return [token_ids[str(i)] for i in range(2)]
 
 
-@pytest.mark.parametrize("enforce_eager", [False, True])
-def test_engine_is_as_new_after_any_call_that_failed(clear_dir: Path, enforce_eager: bool) -> None:
+@pytest.mark.parametrize(
+    ("length", "options"),
+    [(3, {}), (3, {"enforce_eager": True}), (30, SWAPPING)],
+    ids=["graphs", "eager", "swapping"],
+)
+def test_engine_is_as_new_after_any_call_that_failed(
+    clear_dir: Path, length: int, options: dict[str, Any]
+) -> None:
     gpu = FailingGpu(memory=MEMORY)
-    engine = create_engine(clear_dir, gpu=gpu, enforce_eager=enforce_eager, **OPTIONS)
+    engine = create_engine(clear_dir, gpu=gpu, **OPTIONS | options)
     gpu.num_calls = 0
-    expected = generate(engine)
+    expected = generate(engine, length)
     num_calls = gpu.num_calls
 
-    for failing in np.arange(1, num_calls + 1, 9.5):
+    for failing in np.arange(1, num_calls + 1, 14.5):
         gpu.num_calls, gpu.failing = 0, failing
         with pytest.raises((RuntimeError, KeyboardInterrupt), match="planted"):
-            generate(engine)
+            generate(engine, length)
         gpu.failing = -1
 
         assert not engine.has_unfinished()
-        assert generate(engine) == expected
+        assert generate(engine, length) == expected
+    assert (engine.counters[Counter.SWAPPED_IN_BLOCKS] > 0) == (length > 16)
 
 
 def test_load_that_fails_at_any_call_leaves_nothing_behind(clear_dir: Path) -> None:

@@ -2,7 +2,7 @@
 
 Each batch of an engine goes to two workers, one with graphs and one without. What they compute must be the
 same, whatever ran in between: prefill chunks and mixed steps, which cut the arena in other ways, sequences
-that come, go and are preempted, an arena whose contents are no numbers.
+that come, go and are preempted, blocks that are swapped, an arena whose contents are no numbers.
 """
 
 from collections import Counter
@@ -77,7 +77,9 @@ class TwinExecutor:
         self._eager = Twin(replace(config, enforce_eager=True), model_dir)
         worker = self._graphs.worker
         self.plan, self.model_config, self.max_in_flight = worker.plan, worker.model_config, 1
+        self.swap_rates = worker.swap_rates
         self.steps: Counter[tuple[str, int]] = Counter()  # by kind and sequences
+        self.num_replayed_with_swaps = self.num_replayed_with_holes = 0
 
     def submit(self, batch: Batch) -> Done:
         """Run the step twice."""
@@ -89,6 +91,8 @@ class TwinExecutor:
         is_replayed = "silu_mul" not in self._graphs.gpu.launches
         self.steps["replayed" if is_replayed else "eager", batch.num_seqs] += 1
         assert is_replayed == (batch.num_decodes == batch.num_seqs)
+        self.num_replayed_with_swaps += is_replayed and len(batch.swap_out) + len(batch.swap_in) > 0
+        self.num_replayed_with_holes += is_replayed and bool((batch.block_tables[:, 0] < 0).any())
         return Done(output)
 
     def synchronize(self) -> None:
@@ -99,13 +103,16 @@ class TwinExecutor:
 
 
 @pytest.mark.parametrize(
-    ("case", "block_bytes"), [("clear_llama_128", 24 << 10), ("clear_mistral", 16 << 10)]
+    ("case", "block_bytes", "is_windowed"),
+    [("clear_llama_128", 24 << 10, False), ("clear_mistral", 16 << 10, True)],
 )
-def test_replayed_steps_have_the_bits_of_eager_ones(tmp_path: Path, case: str, block_bytes: int) -> None:
+def test_replayed_steps_have_the_bits_of_eager_ones(
+    tmp_path: Path, case: str, block_bytes: int, is_windowed: bool
+) -> None:
     model_dir = write_clear_model(tmp_path, CLEAR_CASES[case])
     write_tiny_tokenizer(model_dir)
     options = {"max_num_seqs": 12, "max_num_batched_tokens": 128, "kv_cache_memory": NUM_BLOCKS * block_bytes}
-    config = EngineConfig.create(model_dir, max_model_len=SPLIT + 128, **options)
+    config = EngineConfig.create(model_dir, max_model_len=SPLIT + 128, preemption_mode="swap", **options)
     engine = LLMEngine(config, create_executor=TwinExecutor)
     rng = np.random.Generator(np.random.PCG64(0))
     lengths = [SPLIT - 3, *rng.integers(1, 60, 19).tolist()]  # the first passes from one split to two
@@ -116,9 +123,11 @@ def test_replayed_steps_have_the_bits_of_eager_ones(tmp_path: Path, case: str, b
     while engine.has_unfinished():
         engine.step()
 
-    steps = engine.executor.steps  # type: ignore[attr-defined]
+    executor: Any = engine.executor
+    steps = executor.steps
     replayed = [num_seqs for kind, num_seqs in steps if kind == "replayed"]
     assert {bucket(num_seqs) for num_seqs in replayed} == {1, 2, 4, 8, 16}, steps
     assert any(num_seqs != bucket(num_seqs) for num_seqs in replayed), steps
     assert sum(count for (kind, _), count in steps.items() if kind == "eager") > 5, steps
-    assert engine.scheduler.num_preemptions > 0
+    assert (executor.num_replayed_with_swaps > 0) == (not is_windowed)  # blocks leave the window in time
+    assert (executor.num_replayed_with_holes > 0) == is_windowed
