@@ -27,7 +27,7 @@ class Workload:
         }
 
     def ids(self, length: int) -> list[int]:
-        return self.rng.integers(8, VOCAB_SIZE, length).tolist()
+        return [int(token_id) for token_id in self.rng.integers(8, VOCAB_SIZE, length)]
 
     def draw_params(self, i: int) -> SamplingParams:
         n = 1 + i % 4
