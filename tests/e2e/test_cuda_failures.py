@@ -134,7 +134,7 @@ def generate(engine: LLMEngine, length: int = 3) -> list[list[int]]:
 
 @pytest.mark.parametrize(
     ("length", "options"),
-    [(3, {}), (3, {"enforce_eager": True}), (30, SWAPPING)],
+    [(3, {}), (3, {"enforce_eager": True}), (31, SWAPPING)],
     ids=["graphs", "eager", "swapping"],
 )
 def test_engine_is_as_new_after_any_call_that_failed(
@@ -146,7 +146,7 @@ def test_engine_is_as_new_after_any_call_that_failed(
     expected = generate(engine, length)
     num_calls = gpu.num_calls
 
-    for failing in np.arange(1, num_calls + 1, 14.5):
+    for failing in np.arange(1, num_calls + 1, 19.5):
         gpu.num_calls, gpu.failing = 0, failing
         with pytest.raises((RuntimeError, KeyboardInterrupt), match="planted"):
             generate(engine, length)
