@@ -7,7 +7,7 @@ A step in flight may still read or write a block that is given back here. That i
 on the device, so whoever gets the block writes it in a later step.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,6 +21,18 @@ EVICTED_BLOCKS = int(Counter.EVICTED_BLOCKS)
 HOLE = -1  # in a block table: the block has left the sliding window
 
 
+BLOCK = np.dtype(
+    [
+        ("ref_count", np.int32),  # how many block tables hold the block
+        ("newer", np.int32),  # the ring of evictable blocks
+        ("older", np.int32),
+        ("moved", np.int32),  # scratch, -1 between calls
+    ]
+)
+HELD = np.dtype([("first_block", np.int32), ("num_blocks", np.int32)])  # of a row's table: holes, and all
+NUM = np.dtype([("free", np.int64), ("evictable", np.int64)])  # blocks on the stack and in the ring
+
+
 class Blocks(NamedTuple):
     """Every block of a pool and which rows hold it.
 
@@ -28,18 +40,13 @@ class Blocks(NamedTuple):
     it was given back: the block longest there is evicted first.
     """
 
-    free: NDArray[np.int32]  # [total], a stack: free[:num_free]
-    num_free: NDArray[np.int32]  # [1]
-    newer: NDArray[np.int32]  # [total + 1], the ring; index `total` lies between its newest and its oldest
-    older: NDArray[np.int32]  # [total + 1]
-    num_evictable: NDArray[np.int32]  # [1], blocks in the ring
-    ref_count: NDArray[np.int32]  # [total], how many block tables hold the block
+    free: NDArray[np.int32]  # [total], a stack: free[: num[0].free]
+    num: Any  # NUM[1], records
+    at: Any  # BLOCK[total + 1], records; the last one lies in the ring between its newest and its oldest
     block_tables: NDArray[np.int32]  # [num_rows, max_blocks]: holes, then blocks, valid below num_blocks
-    first_block: NDArray[np.int32]  # [num_rows], how many holes
-    num_blocks: NDArray[np.int32]  # [num_rows], holes included
+    held: Any  # HELD[num_rows], records
     cache: PrefixCache
     counters: NDArray[np.int64]  # [NUM_COUNTERS]
-    moved: NDArray[np.int32]  # [total], scratch; all -1 between calls
     block_size: int  # tokens
 
 
@@ -52,20 +59,19 @@ def create_blocks(
     counters: NDArray[np.int64],
 ) -> Blocks:
     """Return a pool of `total` free blocks and empty tables [num_rows, max_blocks]."""
-    ring = np.full(total + 1, total, np.int32)
+    at = np.zeros(total + 1, BLOCK).view(np.recarray)
+    at.newer[total] = at.older[total] = total
+    at.moved.fill(-1)
+    num = np.zeros(1, NUM).view(np.recarray)
+    num.free[0] = total
     return Blocks(
         free=np.arange(total - 1, -1, -1, dtype=np.int32),  # so that block 0 goes first
-        num_free=np.array([total], dtype=np.int32),
-        newer=ring,
-        older=ring.copy(),
-        num_evictable=np.zeros(1, np.int32),
-        ref_count=np.zeros(total, dtype=np.int32),
+        num=num,
+        at=at,
         block_tables=np.zeros(table_shape, dtype=np.int32),
-        first_block=np.zeros(table_shape[0], np.int32),
-        num_blocks=np.zeros(table_shape[0], np.int32),
+        held=np.zeros(table_shape[0], HELD).view(np.recarray),
         cache=cache,
         counters=counters,
-        moved=np.full(total, -1, np.int32),
         block_size=block_size,
     )
 
@@ -84,71 +90,73 @@ def create_host_blocks(total: int, block_size: int, *, table_shape: tuple[int, i
 @njit_inner
 def num_available(blocks: Blocks) -> int:
     """Return how many blocks can be taken."""
-    return int(blocks.num_free[0] + blocks.num_evictable[0])
+    return int(blocks.num[0].free + blocks.num[0].evictable)
 
 
 @njit_inner
 def leave_ring(blocks: Blocks, block: int) -> None:
     """Take a block out of the ring of evictable ones."""
-    newer, older = blocks.newer, blocks.older
-    older[newer[block]] = older[block]
-    newer[older[block]] = newer[block]
-    blocks.num_evictable[0] -= 1
+    at = blocks.at
+    at[at[block].newer].older = at[block].older
+    at[at[block].older].newer = at[block].newer
+    blocks.num[0].evictable -= 1
 
 
 @njit_inner
 def take_block(blocks: Blocks) -> int:
     """Return a block with one reference; there must be one available."""
-    if blocks.num_free[0] > 0:
-        blocks.num_free[0] -= 1
-        block = blocks.free[blocks.num_free[0]]
+    at, num = blocks.at, blocks.num[0]
+    if num.free > 0:
+        num.free -= 1
+        block = blocks.free[num.free]
     else:
-        block = blocks.newer[blocks.ref_count.size]
+        block = at[blocks.free.size].newer
         leave_ring(blocks, block)
         remove_entry(blocks.cache, block)
         blocks.counters[EVICTED_BLOCKS] += 1
-    blocks.ref_count[block] = 1
+    at[block].ref_count = 1
     return int(block)
 
 
 @njit_inner
 def hold_block(blocks: Blocks, block: int) -> None:
     """Add a reference to a block that is held or cached."""
-    if blocks.ref_count[block] == 0:
+    if blocks.at[block].ref_count == 0:
         leave_ring(blocks, block)
-    blocks.ref_count[block] += 1
+    blocks.at[block].ref_count += 1
 
 
 @njit_inner
 def drop_block(blocks: Blocks, block: int) -> None:
     """Take a reference away; without any a block can be taken, a cached one after all that are there."""
-    blocks.ref_count[block] -= 1
-    if blocks.ref_count[block] > 0:
+    at, num = blocks.at, blocks.num[0]
+    at[block].ref_count -= 1
+    if at[block].ref_count > 0:
         return
-    serials = blocks.cache.serials
-    if serials.size > 0 and serials[block] != NO_ENTRY:
-        newer, older, end = blocks.newer, blocks.older, blocks.ref_count.size
-        newest = older[end]
-        newer[newest] = older[end] = block
-        older[block], newer[block] = newest, end
-        blocks.num_evictable[0] += 1
+    if blocks.cache.at.size > 0 and blocks.cache.at[block].serial != NO_ENTRY:
+        end = blocks.free.size
+        newest = at[end].older
+        at[block].older, at[block].newer = newest, end
+        at[newest].newer = at[end].older = block
+        num.evictable += 1
     else:
-        blocks.free[blocks.num_free[0]] = block
-        blocks.num_free[0] += 1
+        blocks.free[num.free] = block
+        num.free += 1
 
 
 @njit_inner
 def grow_table(blocks: Blocks, row: int, needed: int) -> None:
     """Extend the row's table to `needed` blocks, which must be available."""
-    for i in range(blocks.num_blocks[row], needed):
+    for i in range(blocks.held[row].num_blocks, needed):
         blocks.block_tables[row, i] = take_block(blocks)
-    blocks.num_blocks[row] = max(needed, blocks.num_blocks[row])
+    blocks.held[row].num_blocks = max(needed, blocks.held[row].num_blocks)
 
 
 @njit_inner
 def is_shared(blocks: Blocks, row: int, index: int) -> bool:
     """Return whether the row must copy its block `index` before it writes there."""
-    return bool(index < blocks.num_blocks[row] and blocks.ref_count[blocks.block_tables[row, index]] > 1)
+    there = index < blocks.held[row].num_blocks
+    return bool(there and blocks.at[blocks.block_tables[row, index]].ref_count > 1)
 
 
 @njit_inner
@@ -159,7 +167,7 @@ def copy_on_write(blocks: Blocks, row: int, index: int, pair: NDArray[np.int32])
     """
     shared = blocks.block_tables[row, index]
     own = take_block(blocks)
-    blocks.ref_count[shared] -= 1
+    blocks.at[shared].ref_count -= 1
     blocks.block_tables[row, index] = own
     pair[0], pair[1] = shared, own
     blocks.counters[COPIED_BLOCKS] += 1
@@ -171,41 +179,41 @@ def forget_content(blocks: Blocks, row: int, index: int) -> None:
 
     A block that forks shared may have been filled, and found, by one of them that has let go of it.
     """
-    if index < blocks.num_blocks[row] and blocks.cache.slots.size > 0:
+    if index < blocks.held[row].num_blocks and blocks.cache.slots.size > 0:
         block = blocks.block_tables[row, index]
-        if blocks.cache.serials[block] != NO_ENTRY:
+        if blocks.cache.at[block].serial != NO_ENTRY:
             remove_entry(blocks.cache, block)
 
 
 @njit_inner
 def share_table(blocks: Blocks, source: int, target: int, number: int) -> None:
     """Let the empty row `target` hold the first `number` blocks of row `source`."""
-    tables, ref_count = blocks.block_tables, blocks.ref_count
-    first = blocks.first_block[source]
+    tables, at = blocks.block_tables, blocks.at
+    first = blocks.held[source].first_block
     tables[target, :first] = HOLE
     for i in range(first, number):
         tables[target, i] = tables[source, i]
-        ref_count[tables[source, i]] += 1
-    blocks.first_block[target] = first
-    blocks.num_blocks[target] = number
+        at[tables[source, i]].ref_count += 1
+    blocks.held[target].first_block = first
+    blocks.held[target].num_blocks = number
 
 
 @njit_inner
 def free_table(blocks: Blocks, row: int) -> None:
     """Drop the row's references, last block first: a prefix is evicted later than what continues it."""
-    for i in range(blocks.num_blocks[row] - 1, blocks.first_block[row] - 1, -1):
+    for i in range(blocks.held[row].num_blocks - 1, blocks.held[row].first_block - 1, -1):
         drop_block(blocks, blocks.block_tables[row, i])
-    blocks.first_block[row] = 0
-    blocks.num_blocks[row] = 0
+    blocks.held[row].first_block = 0
+    blocks.held[row].num_blocks = 0
 
 
 @njit_inner
 def free_before(blocks: Blocks, row: int, index: int) -> None:
     """Make holes of the row's blocks below `index`."""
-    for i in range(blocks.first_block[row], min(index, blocks.num_blocks[row])):
+    for i in range(blocks.held[row].first_block, min(index, blocks.held[row].num_blocks)):
         drop_block(blocks, blocks.block_tables[row, i])
         blocks.block_tables[row, i] = HOLE
-        blocks.first_block[row] = i + 1
+        blocks.held[row].first_block = i + 1
 
 
 @njit_inner
@@ -214,10 +222,10 @@ def count_blocks(blocks: Blocks, rows: NDArray[np.int32]) -> int:
     count = 0
     for mark in (0, -1):
         for row in rows:
-            for i in range(blocks.first_block[row], blocks.num_blocks[row]):
+            for i in range(blocks.held[row].first_block, blocks.held[row].num_blocks):
                 block = blocks.block_tables[row, i]
-                count += blocks.moved[block] != mark and mark == 0
-                blocks.moved[block] = mark
+                count += blocks.at[block].moved != mark and mark == 0
+                blocks.at[block].moved = mark
     return count
 
 
@@ -225,15 +233,14 @@ def count_blocks(blocks: Blocks, rows: NDArray[np.int32]) -> int:
 def count_released(blocks: Blocks, rows: NDArray[np.int32]) -> int:
     """Return how many blocks would be available if the rows' tables were freed, beside those that are."""
     count = 0
-    moved, ref_count = blocks.moved, blocks.ref_count
     for row in rows:
-        for i in range(blocks.first_block[row], blocks.num_blocks[row]):
-            block = blocks.block_tables[row, i]
-            moved[block] = max(moved[block], 0) + 1
-            count += moved[block] == ref_count[block]
+        for i in range(blocks.held[row].first_block, blocks.held[row].num_blocks):
+            block = blocks.at[blocks.block_tables[row, i]]
+            block.moved = max(block.moved, 0) + 1
+            count += block.moved == block.ref_count
     for row in rows:
-        for i in range(blocks.first_block[row], blocks.num_blocks[row]):
-            moved[blocks.block_tables[row, i]] = -1
+        for i in range(blocks.held[row].first_block, blocks.held[row].num_blocks):
+            blocks.at[blocks.block_tables[row, i]].moved = -1
     return count
 
 
@@ -244,35 +251,35 @@ def move_tables(source: Blocks, target: Blocks, rows: NDArray[np.int32], pairs: 
     Write (from, to) of each block to pairs, and return how many.
     """
     count = 0
-    moved = source.moved
+    at = source.at
     for row in rows:
-        first, end = source.first_block[row], source.num_blocks[row]
+        first, end = source.held[row].first_block, source.held[row].num_blocks
         target.block_tables[row, :first] = HOLE
         for i in range(first, end):
             block = source.block_tables[row, i]
-            if moved[block] < 0:
-                moved[block] = take_block(target)
-                pairs[count, 0], pairs[count, 1] = block, moved[block]
+            if at[block].moved < 0:
+                at[block].moved = take_block(target)
+                pairs[count, 0], pairs[count, 1] = block, at[block].moved
                 count += 1
             else:
-                target.ref_count[moved[block]] += 1
-            target.block_tables[row, i] = moved[block]
-        target.first_block[row], target.num_blocks[row] = first, end
+                target.at[at[block].moved].ref_count += 1
+            target.block_tables[row, i] = at[block].moved
+        target.held[row].first_block, target.held[row].num_blocks = first, end
     for row in rows:
         free_table(source, row)
     for i in range(count):
-        moved[pairs[i, 0]] = -1
+        at[pairs[i, 0]].moved = -1
     return count
 
 
 @njit_inner
 def reorder_tables(blocks: Blocks, rows: NDArray[np.int32], parents: NDArray[np.int32]) -> None:
     """Let rows[i] hold what rows[parents[i]] held, and rows behind the parents nothing."""
-    tables, ref_count = blocks.block_tables, blocks.ref_count
+    tables, at = blocks.block_tables, blocks.at
     first, held = np.empty(rows.size, np.int32), np.empty(rows.size, np.int32)
     widest = 0
     for i in range(rows.size):
-        first[i], held[i] = blocks.first_block[rows[i]], blocks.num_blocks[rows[i]]
+        first[i], held[i] = blocks.held[rows[i]].first_block, blocks.held[rows[i]].num_blocks
         widest = max(widest, held[i])
     old = np.empty((rows.size, widest), np.int32)
     for i in range(rows.size):
@@ -280,23 +287,23 @@ def reorder_tables(blocks: Blocks, rows: NDArray[np.int32], parents: NDArray[np.
             old[i, j] = tables[rows[i], j]
     for i in range(parents.size):
         for j in range(first[parents[i]], held[parents[i]]):
-            ref_count[old[parents[i], j]] += 1
+            at[old[parents[i], j]].ref_count += 1
     for i in range(rows.size):
         free_table(blocks, rows[i])
     for i in range(parents.size):
         row, parent = rows[i], parents[i]
         for j in range(held[parent]):
             tables[row, j] = old[parent, j]
-        blocks.first_block[row], blocks.num_blocks[row] = first[parent], held[parent]
+        blocks.held[row].first_block, blocks.held[row].num_blocks = first[parent], held[parent]
 
 
 @njit
 def count_tokens(blocks: Blocks, rows: NDArray[np.int32], num_computed: NDArray[np.int32]) -> int:
     """Return how many tokens the rows' blocks hold, shared ones once; num_computed[i] is of rows[i]."""
-    count, size, held = 0, blocks.block_size, np.zeros(blocks.ref_count.size, np.int32)
+    count, size, held = 0, blocks.block_size, np.zeros(blocks.free.size, np.int32)
     for k in range(rows.size):
         row = rows[k]
-        for i in range(blocks.first_block[row], blocks.num_blocks[row]):
+        for i in range(blocks.held[row].first_block, blocks.held[row].num_blocks):
             block = blocks.block_tables[row, i]
             tokens = min(size, max(0, num_computed[k] - i * size))
             count += max(0, tokens - held[block])

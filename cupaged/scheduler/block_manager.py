@@ -53,7 +53,7 @@ class BlockManager:
     @property
     def num_free(self) -> int:
         """Return how many blocks can be taken: nobody holds them, though some may still be found."""
-        return int(self.blocks.num_free[0] + self.blocks.num_evictable[0])
+        return int(self.blocks.num[0].free + self.blocks.num[0].evictable)
 
     def blocks_for(self, num_tokens: int) -> int:
         """Return how many blocks `num_tokens` tokens take."""
@@ -71,14 +71,14 @@ class BlockManager:
     def reset_prefix_cache(self) -> None:
         """Forget all entries; blocks in use stay with who holds them."""
         blocks, end = self.blocks, self.total
-        while blocks.num_evictable[0] > 0:
-            block = blocks.newer[end]
-            blocks.newer[end] = blocks.newer[block]
-            blocks.free[blocks.num_free[0]] = block
-            blocks.num_free[0] += 1
-            blocks.num_evictable[0] -= 1
-        blocks.older[end] = end
-        blocks.cache.serials.fill(NO_ENTRY)
+        while blocks.num[0].evictable > 0:
+            block = blocks.at[end].newer
+            blocks.at[end].newer = blocks.at[block].newer
+            blocks.free[blocks.num[0].free] = block
+            blocks.num[0].free += 1
+            blocks.num[0].evictable -= 1
+        blocks.at[end].older = end
+        blocks.cache.at.serial.fill(NO_ENTRY)
         blocks.cache.slots.fill(EMPTY)
 
     def check_invariants(self) -> None:
@@ -86,43 +86,43 @@ class BlockManager:
         check_pool(self.blocks)
         check_cache(self.blocks)
         check_pool(self.host_blocks)
-        both = (self.blocks.num_blocks > 0) & (self.host_blocks.num_blocks > 0)
+        both = (self.blocks.held.num_blocks > 0) & (self.host_blocks.held.num_blocks > 0)
         assert not both.any(), f"row {both.argmax()} has a table in both pools"
 
 
 def check_pool(blocks: Blocks) -> None:
     """Assert that each block is free, evictable or explained by tables, and holes come first in these."""
-    total = blocks.ref_count.size
-    free, ring = blocks.free[: blocks.num_free[0]], evictable(blocks)
+    total = blocks.free.size
+    free, ring = blocks.free[: blocks.num[0].free], evictable(blocks)
     index = np.arange(blocks.block_tables.shape[1])
-    valid = index < blocks.num_blocks[:, None]
-    hole = valid & (index < blocks.first_block[:, None])
-    assert (blocks.first_block <= blocks.num_blocks).all(), "more holes than blocks"
+    valid = index < blocks.held.num_blocks[:, None]
+    hole = valid & (index < blocks.held.first_block[:, None])
+    assert (blocks.held.first_block <= blocks.held.num_blocks).all(), "more holes than blocks"
     assert (blocks.block_tables[hole] == HOLE).all(), "a block where a hole should be"
     held = blocks.block_tables[valid & ~hole]
     assert not held.size or (held.min() >= 0 and held.max() < total), "a table names no block of the pool"
     references = np.bincount(held, minlength=total)
-    assert np.array_equal(references, blocks.ref_count), "a reference count that no table explains"
+    assert np.array_equal(references, blocks.at.ref_count[:total]), "a reference count that no table explains"
     unused = np.concatenate([free, np.array(ring, np.int32)])
     assert np.unique(unused).size == unused.size, "a block is twice among the free and evictable ones"
     assert not references[unused].any(), "a free block is in a table"
     used = np.count_nonzero(references)
     assert unused.size + used == total, f"{unused.size} free + {used} used != {total} blocks"
-    assert (blocks.moved == -1).all(), "scratch was left behind"
+    assert (blocks.at.moved == -1).all(), "scratch was left behind"
 
 
 def evictable(blocks: Blocks) -> list[int]:
     """Return the evictable blocks, the one to be evicted first in front."""
-    end = blocks.ref_count.size
+    end = blocks.free.size
     found: list[int] = []
-    before, block = end, int(blocks.newer[end])
+    before, block = end, int(blocks.at[end].newer)
     while block != end:
-        assert blocks.older[block] == before, "the ring of evictable blocks is broken"
+        assert blocks.at[block].older == before, "the ring of evictable blocks is broken"
         assert len(found) < end, "the ring of evictable blocks does not end"
         found.append(block)
-        before, block = block, int(blocks.newer[block])
-    assert blocks.older[end] == before, "the ring of evictable blocks is broken"
-    assert len(found) == blocks.num_evictable[0], "evictable blocks are miscounted"
+        before, block = block, int(blocks.at[block].newer)
+    assert blocks.at[end].older == before, "the ring of evictable blocks is broken"
+    assert len(found) == blocks.num[0].evictable, "evictable blocks are miscounted"
     return found
 
 
@@ -132,18 +132,20 @@ def check_cache(blocks: Blocks) -> None:
     """
     cache = blocks.cache
     if cache.slots.size == 0:
-        assert blocks.num_evictable[0] == 0, "blocks are cached though caching is off"
+        assert blocks.num[0].evictable == 0, "blocks are cached though caching is off"
         return
-    entries = np.flatnonzero(cache.serials != NO_ENTRY)
+    entries = np.flatnonzero(cache.at.serial != NO_ENTRY)
     in_table = np.sort(cache.slots[cache.slots != EMPTY])
     assert np.array_equal(in_table, entries), "the hash table and the blocks disagree on the entries"
-    assert np.unique(cache.serials[entries]).size == entries.size, "two entries have one serial"
-    assert not entries.size or cache.serials[entries].max() <= cache.last_serial[0], "a serial not given yet"
+    assert np.unique(cache.at.serial[entries]).size == entries.size, "two entries have one serial"
+    assert not entries.size or cache.at.serial[entries].max() <= cache.last_serial[0], (
+        "a serial not given yet"
+    )
     last = cache.slots.size - 1
     for place in np.flatnonzero(cache.slots != EMPTY).tolist():
-        probe = int(cache.hashes[cache.slots[place]]) & last
+        probe = int(cache.at[cache.slots[place]].hash) & last
         while probe != place:
             assert cache.slots[probe] != EMPTY, f"block {cache.slots[place]} cannot be found"
             probe = (probe + 1) & last
     ring = np.sort(np.array(evictable(blocks), np.int64))
-    assert np.array_equal(ring, entries[blocks.ref_count[entries] == 0]), "a free entry is not evictable"
+    assert np.array_equal(ring, entries[blocks.at.ref_count[entries] == 0]), "a free entry is not evictable"

@@ -33,7 +33,7 @@ def measure_prompt(
     first = max(0, computed - sliding_window + 1) // size if sliding_window > 0 else 0
     taken = (num_tokens + size - 1) // size - found.size
     for i in range(first, found.size):
-        taken += blocks.ref_count[found[i]] == 0
+        taken += blocks.at[found[i]].ref_count == 0
     return int(num_tokens - computed), int(taken), int(first)
 
 
@@ -41,19 +41,19 @@ def measure_prompt(
 def start_prompt(rows: Rows, blocks: Blocks, row: int, found: NDArray[np.int32], first: int) -> None:
     """Give a new row found[first:] and blocks for all tokens that it knows; those must be available."""
     size = blocks.block_size
-    num_tokens, num_found = rows.num_tokens[row], found.size
+    num_tokens, num_found = rows.at[row].num_tokens, found.size
     blocks.block_tables[row, :first] = HOLE
     for i in range(first, num_found):
         hold_block(blocks, found[i])
         blocks.block_tables[row, i] = found[i]
-    blocks.first_block[row], blocks.num_blocks[row] = first, num_found
-    rows.num_stored_tokens[row] = num_found * size
-    rows.num_computed_tokens[row] = min(num_found * size, num_tokens - 1)
+    blocks.held[row].first_block, blocks.held[row].num_blocks = first, num_found
+    rows.at[row].num_stored_tokens = num_found * size
+    rows.at[row].num_computed_tokens = min(num_found * size, num_tokens - 1)
     if num_found > 0:
         last = found[num_found - 1]
-        rows.num_registered[row] = num_found
-        rows.chain_hash[row] = blocks.cache.hashes[last]
-        rows.chain_serial[row] = blocks.cache.serials[last]
+        rows.at[row].num_registered = num_found
+        rows.at[row].chain_hash = blocks.cache.at[last].hash
+        rows.at[row].chain_serial = blocks.cache.at[last].serial
     count_recomputed(rows, blocks, row)
     grow_table(blocks, row, (num_tokens + size - 1) // size)
 
@@ -72,7 +72,7 @@ def measure_swapped(rows: Rows, pools: Pools, group: NDArray[np.int32]) -> tuple
     num_tokens, _ = find_remaining(rows, group)
     num_blocks += count_wanted(rows, host, group)
     for row in group:
-        rows.num_new[row] = 0
+        rows.at[row].num_new = 0
     return num_tokens, num_blocks
 
 
@@ -90,7 +90,7 @@ def enter(rows: Rows, pools: Pools, group: NDArray[np.int32], budget: int) -> in
 
     Its blocks must be available.
     """
-    running, priority, arrival = rows.running, rows.priority, rows.arrival
+    running, priority, arrival = rows.running, rows.at.priority, rows.at.arrival
     place = rows.num_running[0]
     row = group[0]
     while place > 0:
@@ -99,13 +99,14 @@ def enter(rows: Rows, pools: Pools, group: NDArray[np.int32], budget: int) -> in
             break
         running[place + group.size - 1] = other
         place -= 1
-    running[place : place + group.size] = group
+    for i in range(group.size):
+        running[place + i] = group[i]
     rows.num_running[0] += group.size
     left = budget
     find_remaining(rows, group)
     for row in group:
-        rows.reset[row] = True
-        rows.num_new[row] = min(left, rows.num_new[row])
-        left -= rows.num_new[row]
+        rows.at[row].reset = True
+        rows.at[row].num_new = min(left, rows.at[row].num_new)
+        left -= rows.at[row].num_new
         take_blocks(rows, pools, row)
     return budget - left

@@ -4,7 +4,7 @@ Arrays are taken out of their tuples before a loop, never in it: each time costs
 and dozens of them a sequence would cost more than the packing.
 """
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -59,12 +59,12 @@ def measure(rows: Rows, sampling: SamplingRows, blocks: Blocks, moves: Moves) ->
     tail = 2 * (moves.num[SWAP_OUT] + moves.num[SWAP_IN])
     for i in range(rows.num_running[0]):
         row = rows.running[i]
-        if rows.num_new[row] > 0:
-            tokens += rows.num_new[row]
+        if rows.at[row].num_new > 0:
+            tokens += rows.at[row].num_new
             seqs += 1
-            width = max(width, blocks.num_blocks[row])
-            if rows.reset[row] and sampling.wants_history[row]:
-                tail += rows.num_tokens[row]
+            width = max(width, blocks.held[row].num_blocks)
+            if rows.at[row].reset and sampling.at[row].wants_history:
+                tail += rows.at[row].num_tokens
     tail += seqs * sampling.banned_token_ids.shape[1]  # at most
     return int(tokens), seqs, int(width), int(tail)
 
@@ -72,7 +72,7 @@ def measure(rows: Rows, sampling: SamplingRows, blocks: Blocks, moves: Moves) ->
 @njit_inner
 def pack_order(rows: Rows, out: BatchArrays, serials: NDArray[np.int64]) -> int:
     """Write rows, serials and query_start, decodes first, each part by arrival; return how many."""
-    running, num_new, serial = rows.running, rows.num_new, rows.serial
+    running, num_new, serial = rows.running, rows.at.num_new, rows.at.serial
     out_rows, start = out.rows, out.query_start
     tokens = seqs = 0
     for decodes in (True, False):
@@ -93,39 +93,31 @@ def pack_order(rows: Rows, out: BatchArrays, serials: NDArray[np.int64]) -> int:
 
 
 @njit_inner
-def gather(source: NDArray[Any], order: NDArray[np.int32], target: NDArray[Any]) -> None:
-    """Set target[i] = source[order[i]]."""
-    for i in range(order.size):
-        target[i] = source[order[i]]
-
-
-@njit_inner
 def pack_sampling(sampling: SamplingRows, out: BatchArrays, order: NDArray[np.int32]) -> None:
     """Write the sampling parameters of the sequences."""
-    gather(sampling.temperature, order, out.temperature)
-    gather(sampling.top_p, order, out.top_p)
-    gather(sampling.min_p, order, out.min_p)
-    gather(sampling.top_k, order, out.top_k)
-    gather(sampling.seed[:, 0], order, out.seed[:, 0])
-    gather(sampling.seed[:, 1], order, out.seed[:, 1])
-    gather(sampling.group_index, order, out.group_index)
-    gather(sampling.num_logprobs, order, out.num_logprobs)
-    gather(sampling.num_prompt_logprobs, order, out.num_prompt_logprobs)
+    temperature, top_p, min_p, top_k = out.temperature, out.top_p, out.min_p, out.top_k
+    seed, group_index = out.seed, out.group_index
+    num_logprobs, num_prompt_logprobs = out.num_logprobs, out.num_prompt_logprobs
+    for i in range(order.size):
+        of_row = sampling.at[order[i]]
+        temperature[i], top_p[i], min_p[i] = of_row.temperature, of_row.top_p, of_row.min_p
+        top_k[i], group_index[i] = of_row.top_k, of_row.group_index
+        seed[i, 0], seed[i, 1] = of_row.seed_low, of_row.seed_high
+        num_logprobs[i], num_prompt_logprobs[i] = of_row.num_logprobs, of_row.num_prompt_logprobs
 
 
 @njit_inner
 def pack_flags(rows: Rows, sampling: SamplingRows, out: BatchArrays, order: NDArray[np.int32]) -> None:
     """Write what the step does with each sequence: seq_lens, flags, output_position."""
-    num_tokens, in_flight, num_prompt = rows.num_tokens, rows.num_in_flight, rows.num_prompt_tokens
-    computed, num_new, reset = rows.num_computed_tokens, rows.num_new, rows.reset
-    scales = sampling.scales_logprobs
+    num_tokens, in_flight, num_prompt = rows.at.num_tokens, rows.at.num_in_flight, rows.at.num_prompt_tokens
+    computed, num_new, reset = rows.at.num_computed_tokens, rows.at.num_new, rows.at.reset
     seq_lens, flags, output_position = out.seq_lens, out.flags, out.output_position
     for i in range(order.size):
         row = order[i]
         total = num_tokens[row] + in_flight[row]
         seq_lens[i] = computed[row] + num_new[row]
         output_position[i] = total - num_prompt[row]
-        flags[i] = (RESET if reset[row] else 0) | (SCALED_LOGPROBS if scales[row] else 0)
+        flags[i] = (RESET if reset[row] else 0) | (SCALED_LOGPROBS if sampling.at[row].scales_logprobs else 0)
         if seq_lens[i] == total:
             flags[i] |= SAMPLES
             if in_flight[row] > 0:
@@ -135,8 +127,8 @@ def pack_flags(rows: Rows, sampling: SamplingRows, out: BatchArrays, order: NDAr
 @njit_inner
 def pack_tokens(rows: Rows, blocks: Blocks, out: BatchArrays, order: NDArray[np.int32]) -> None:
     """Write input ids, positions and slots; what is in shared blocks already has none."""
-    tokens, num_tokens, computed = rows.tokens, rows.num_tokens, rows.num_computed_tokens
-    num_stored = rows.num_stored_tokens
+    tokens, num_tokens, computed = rows.tokens, rows.at.num_tokens, rows.at.num_computed_tokens
+    num_stored = rows.at.num_stored_tokens
     tables, block_size, start = blocks.block_tables, blocks.block_size, out.query_start
     input_ids, positions, slot_mapping = out.input_ids, out.positions, out.slot_mapping
     for i in range(order.size):
@@ -151,18 +143,16 @@ def pack_tokens(rows: Rows, blocks: Blocks, out: BatchArrays, order: NDArray[np.
 
 
 @njit_inner
-def pack_logits(
-    rows: Rows, num_logprobs: NDArray[np.int32], out: BatchArrays, order: NDArray[np.int32]
-) -> None:
+def pack_logits(rows: Rows, sampling: SamplingRows, out: BatchArrays, order: NDArray[np.int32]) -> None:
     """Write which positions need logits: of the prompt where wanted, and the last of those that sample."""
-    tokens, num_prompt, computed = rows.tokens, rows.num_prompt_tokens, rows.num_computed_tokens
-    done, start, flags = rows.prompt_logprobs_end, out.query_start, out.flags
+    tokens, num_prompt, computed = rows.tokens, rows.at.num_prompt_tokens, rows.at.num_computed_tokens
+    done, start, flags = rows.at.prompt_logprobs_end, out.query_start, out.flags
     index, seq, target = out.logit_index, out.logit_seq, out.logit_target
     n = 0
     for i in range(order.size):
         row = order[i]
         first = computed[row]
-        if num_logprobs[row] >= 0:
+        if sampling.at[row].num_prompt_logprobs >= 0:
             # [prompt_logprobs_end, num_prompt_tokens - 1): each position once, also when it is computed again
             end = min(first + start[i + 1] - start[i], num_prompt[row] - 1)
             for p in range(max(first, done[row]), end):
@@ -181,7 +171,7 @@ def pack_logits(
 @njit_inner
 def pack_tables(blocks: Blocks, out: BatchArrays, order: NDArray[np.int32]) -> None:
     """Write the block tables, -1 past the end of each and before its sliding window."""
-    tables, num_blocks, target = blocks.block_tables, blocks.num_blocks, out.block_tables
+    tables, num_blocks, target = blocks.block_tables, blocks.held.num_blocks, out.block_tables
     width = 0
     for i in range(order.size):
         row = order[i]
@@ -219,19 +209,19 @@ def pack_tail(rows: Rows, sampling: SamplingRows, out: BatchArrays, begin: int) 
     A token in flight is not in its row's history; it is last_token[row] on the device.
     """
     step_rows, flags, output_position, tail = out.rows, out.flags, out.output_position, out.tail
-    banned, min_tokens, wants_history = sampling.banned_token_ids, sampling.min_tokens, sampling.wants_history
+    banned, at = sampling.banned_token_ids, sampling.at
     banned_start, history_start, tokens, num_tokens = (
         out.banned_start,
         out.history_start,
         rows.tokens,
-        rows.num_tokens,
+        rows.at.num_tokens,
     )
     num_seqs = out.counts[NUM_SEQS]
     end = begin
     for i in range(num_seqs):
         row = step_rows[i]
         banned_start[i] = end - begin
-        if flags[i] & SAMPLES and output_position[i] < min_tokens[row]:
+        if flags[i] & SAMPLES and output_position[i] < at[row].min_tokens:
             j = 0
             while banned[row, j] >= 0:
                 tail[end] = banned[row, j]
@@ -242,7 +232,7 @@ def pack_tail(rows: Rows, sampling: SamplingRows, out: BatchArrays, begin: int) 
     for i in range(num_seqs):
         row = step_rows[i]
         history_start[i] = end - first
-        if flags[i] & RESET and wants_history[row]:
+        if flags[i] & RESET and at[row].wants_history:
             for j in range(num_tokens[row]):
                 tail[end] = tokens[row, j]
                 end += 1
@@ -283,7 +273,7 @@ def pack_batch(rows: Rows, sampling: SamplingRows, blocks: Blocks, moves: Moves,
     pack_sampling(sampling, out, order)
     pack_flags(rows, sampling, out, order)
     pack_tokens(rows, blocks, out, order)
-    pack_logits(rows, sampling.num_prompt_logprobs, out, order)
+    pack_logits(rows, sampling, out, order)
     pack_tables(blocks, out, order)
     pack_tail(rows, sampling, out, pack_moves(moves, out))
     pad(out, out.counts[NUM_TOKENS], num_seqs, out.counts[NUM_LOGITS])

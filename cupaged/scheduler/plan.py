@@ -76,14 +76,13 @@ def find_remaining(rows: Rows, some: NDArray[np.int32]) -> tuple[int, int]:
 
     A token past max_total_tokens is never computed.
     """
-    num_tokens, in_flight, computed = rows.num_tokens, rows.num_in_flight, rows.num_computed_tokens
-    num_new, most, pending, is_beam = rows.num_new, rows.max_total_tokens, rows.is_pending, rows.is_beam
     total = num_decodes = 0
     for row in some:
-        target = num_tokens[row] + in_flight[row]
-        waits = pending[row] or (is_beam[row] and in_flight[row] > 0) or target >= most[row]
-        remaining = 0 if waits else target - computed[row]
-        num_new[row] = remaining
+        at = rows.at[row]
+        target = at.num_tokens + at.num_in_flight
+        waits = at.is_pending or (at.is_beam and at.num_in_flight > 0) or target >= at.max_total_tokens
+        remaining = 0 if waits else target - at.num_computed_tokens
+        at.num_new = remaining
         total += remaining
         num_decodes += remaining == 1
     return int(total), int(num_decodes)
@@ -95,17 +94,16 @@ def share_budget(rows: Rows, budget: int, num_decodes: int, head: Head) -> None:
 
     What a head of higher priority would compute is kept aside before the chunks of those it goes before.
     """
-    running, num_new, priority = rows.running, rows.num_new, rows.priority
     left = budget - num_decodes
     kept = 0
-    for i in range(rows.num_running[0]):
-        row = running[i]
-        if num_new[row] > 1:
-            if kept == 0 and priority[row] > head.priority:
+    for row in rows.running[: rows.num_running[0]]:
+        at = rows.at[row]
+        if at.num_new > 1:
+            if kept == 0 and at.priority > head.priority:
                 kept = min(left, head.num_tokens)
                 left -= kept
-            num_new[row] = min(num_new[row], left)
-            left -= num_new[row]
+            at.num_new = min(at.num_new, left)
+            left -= at.num_new
 
 
 @njit_inner
@@ -121,15 +119,16 @@ def take_turns(rows: Rows, turns: NDArray[np.int64], budget: int, num_head: int)
             budget -= min(budget, num_head)
         else:
             row = rows.running[i]
-            rows.num_new[row] = min(budget, rows.num_new[row])
-            budget -= rows.num_new[row]
+            rows.at[row].num_new = min(budget, rows.at[row].num_new)
+            budget -= rows.at[row].num_new
 
 
 @njit_inner
 def first_write(rows: Rows, blocks: Blocks, row: int) -> int:
     """Return the index of the block that the row's planned tokens write first, -1 if they write none."""
-    first = max(rows.num_computed_tokens[row], rows.num_stored_tokens[row])
-    if first >= rows.num_computed_tokens[row] + rows.num_new[row]:
+    at = rows.at[row]
+    first = max(at.num_computed_tokens, at.num_stored_tokens)
+    if first >= at.num_computed_tokens + at.num_new:
         return -1
     return int(first // blocks.block_size)
 
@@ -140,21 +139,21 @@ def count_wanted(rows: Rows, blocks: Blocks, group: NDArray[np.int32]) -> int:
 
     Who writes to a shared block copies it first; the last one that holds it does not.
     """
-    moved, size, tables, num_blocks = blocks.moved, blocks.block_size, blocks.block_tables, blocks.num_blocks
+    size, tables, held = blocks.block_size, blocks.block_tables, blocks.held
     wanted = 0
     for row in group:
         index = first_write(rows, blocks, row)
         if index >= 0:
-            end = rows.num_computed_tokens[row] + rows.num_new[row]
-            wanted += max(0, (end + size - 1) // size - num_blocks[row])
-            if index < num_blocks[row]:
-                block = tables[row, index]
-                moved[block] = max(moved[block], 0) + 1
-                wanted += moved[block] < blocks.ref_count[block]
+            end = rows.at[row].num_computed_tokens + rows.at[row].num_new
+            wanted += max(0, (end + size - 1) // size - held[row].num_blocks)
+            if index < held[row].num_blocks:
+                block = blocks.at[tables[row, index]]
+                block.moved = max(block.moved, 0) + 1
+                wanted += block.moved < block.ref_count
     for row in group:
         index = first_write(rows, blocks, row)
-        if 0 <= index < num_blocks[row]:
-            moved[tables[row, index]] = -1
+        if 0 <= index < held[row].num_blocks:
+            blocks.at[tables[row, index]].moved = -1
     return int(wanted)
 
 
@@ -170,14 +169,14 @@ def take_blocks(rows: Rows, pools: Pools, row: int) -> None:
         pools.moves.num[COPY] += 1
     else:
         forget_content(blocks, row, index)
-    end = rows.num_computed_tokens[row] + rows.num_new[row]
+    end = rows.at[row].num_computed_tokens + rows.at[row].num_new
     grow_table(blocks, row, (end + blocks.block_size - 1) // blocks.block_size)
 
 
 @njit_inner
 def group_end(rows: Rows, first: int) -> int:
     """Return the place in `running` behind the group that begins at `first`."""
-    running, serial = rows.running, rows.serial
+    running, serial = rows.running, rows.at.serial
     end = first + 1
     while end < rows.num_running[0] and serial[running[end]] == serial[running[first]]:
         end += 1
@@ -187,7 +186,7 @@ def group_end(rows: Rows, first: int) -> int:
 @njit_inner
 def last_group(rows: Rows) -> int:
     """Return the place in `running` at which the last group begins."""
-    running, serial = rows.running, rows.serial
+    running, serial = rows.running, rows.at.serial
     first = rows.num_running[0] - 1
     while first > 0 and serial[running[first - 1]] == serial[running[first]]:
         first -= 1
@@ -203,8 +202,8 @@ def prefers_swap(rows: Rows, pools: Pools, group: NDArray[np.int32], costs: Cost
     num_tokens = 0
     for i in range(group.size):
         row = group[i]
-        shared = rows.num_prompt_tokens[row] if i > 0 else 0  # is recomputed once
-        num_tokens += max(0, rows.num_computed_tokens[row] - shared)
+        shared = rows.at[row].num_prompt_tokens if i > 0 else 0  # is recomputed once
+        num_tokens += max(0, rows.at[row].num_computed_tokens - shared)
     return bool(num_blocks * costs.swap < num_tokens * costs.recompute)
 
 
@@ -224,7 +223,7 @@ def preempt_last(rows: Rows, pools: Pools, costs: Costs) -> bool:
         count = move_tables(blocks, pools.host, group, moves.swap_out[out:])
         moves.num[SWAP_OUT] += count
     for row in group:
-        rows.num_new[row] = 0
+        rows.at[row].num_new = 0
         free_table(blocks, row)
     blocks.counters[PREEMPTIONS] += 1
     return swaps
@@ -233,18 +232,18 @@ def preempt_last(rows: Rows, pools: Pools, costs: Costs) -> bool:
 @njit_inner
 def next_to_grow(rows: Rows, blocks: Blocks, first: int) -> int:
     """Return the first place in `running` from `first` on whose row lacks a block of its own to write to."""
-    running, num_new, stored = rows.running, rows.num_new, rows.num_stored_tokens
-    computed, size, tables = rows.num_computed_tokens, blocks.block_size, blocks.block_tables
-    num_blocks, ref_count, serials = blocks.num_blocks, blocks.ref_count, blocks.cache.serials
+    running, at, size = rows.running, rows.at, blocks.block_size
+    tables, held, of_block, entries = blocks.block_tables, blocks.held, blocks.at, blocks.cache.at
     for i in range(first, rows.num_running[0]):
         row = running[i]
-        end = computed[row] + num_new[row]
-        if num_new[row] == 0 or end <= stored[row]:
+        computed, stored = at[row].num_computed_tokens, at[row].num_stored_tokens
+        end = computed + at[row].num_new
+        if at[row].num_new == 0 or end <= stored:
             continue
-        if end > num_blocks[row] * size:
+        if end > held[row].num_blocks * size:
             return i
-        block = tables[row, max(computed[row], stored[row]) // size]
-        if ref_count[block] > 1 or (serials.size > 0 and serials[block] != NO_ENTRY):
+        block = tables[row, max(computed, stored) // size]
+        if of_block[block].ref_count > 1 or (entries.size > 0 and entries[block].serial != NO_ENTRY):
             return i
     return int(rows.num_running[0])
 
@@ -295,7 +294,7 @@ def plan_running(
     elif total > num_decodes:
         share_budget(rows, budget, num_decodes, head)
     num_preempted = grow_groups(rows, pools, costs, swapped)
-    num_new, planned = rows.num_new, 0
+    at, planned = rows.at, 0
     for row in rows.running[: rows.num_running[0]]:
-        planned += num_new[row]
+        planned += at[row].num_new
     return int(planned), num_preempted

@@ -23,14 +23,21 @@ _MULTIPLIER = np.uint64(0x9E3779B97F4A7C15)  # 2**64 / the golden ratio, odd
 _SHIFT = np.uint64(32)
 
 
+ENTRY = np.dtype(
+    [
+        ("serial", np.int64),  # NO_ENTRY where the block is none
+        ("parent", np.int64),  # serial of the entry it continues, or ROOT
+        ("salt", np.int64),  # whose prefixes it is among
+        ("hash", np.uint64),
+    ]
+)
+
+
 class PrefixCache(NamedTuple):
     """Entries by block, and an open-addressing hash table of them."""
 
     slots: NDArray[np.int32]  # [capacity], a block or EMPTY; linear probing; [0] if caching is off
-    serials: NDArray[np.int64]  # [total], of the entry, NO_ENTRY = none
-    parents: NDArray[np.int64]  # [total], serial of the entry it continues, or ROOT
-    salts: NDArray[np.int64]  # [total], whose prefixes it is among
-    hashes: NDArray[np.uint64]  # [total]
+    at: Any  # ENTRY[total], records
     tokens: NDArray[np.int32]  # [total, block_size]
     last_serial: NDArray[np.int64]  # [1], the serials up to it have been used
     hash_mask: np.uint64  # bits of the hash that count; 0 makes all hashes equal
@@ -42,10 +49,7 @@ def create_prefix_cache(total: int, block_size: int, *, enabled: bool, hash_bits
         total = 0
     return PrefixCache(
         slots=np.full(2 << max(total - 1, 0).bit_length() if total else 0, EMPTY, np.int32),
-        serials=np.zeros(total, np.int64),
-        parents=np.zeros(total, np.int64),
-        salts=np.zeros(total, np.int64),
-        hashes=np.zeros(total, np.uint64),
+        at=np.zeros(total, ENTRY).view(np.recarray),
         tokens=np.zeros((total, block_size), np.int32),
         last_serial=np.zeros(1, np.int64),
         hash_mask=np.uint64((1 << hash_bits) - 1),
@@ -77,15 +81,15 @@ def chain_hash(cache: PrefixCache, parent: Any, tokens: NDArray[np.int32]) -> An
 @njit_inner
 def find_entry(cache: PrefixCache, value: Any, parent: int, salt: int, tokens: NDArray[np.int32]) -> int:
     """Return the block of exactly this content, or EMPTY."""
-    slots = cache.slots
+    slots, held = cache.slots, cache.tokens
     place = np.int64(value & np.uint64(slots.size - 1))
     while slots[place] != EMPTY:
         block = slots[place]
-        if cache.hashes[block] == value and cache.parents[block] == parent and cache.salts[block] == salt:
-            held = cache.tokens[block]
+        entry = cache.at[block]
+        if entry.hash == value and entry.parent == parent and entry.salt == salt:
             same = True
             for i in range(tokens.size):
-                same &= held[i] == tokens[i]
+                same &= held[block, i] == tokens[i]
             if same:
                 return int(block)
         place = (place + 1) & (slots.size - 1)
@@ -102,35 +106,34 @@ def insert_entry(
     while slots[place] != EMPTY:
         place = (place + 1) & (slots.size - 1)
     slots[place] = block
-    serial = cache.last_serial[0] + 1
-    cache.last_serial[0] = serial
-    cache.serials[block] = serial
-    cache.parents[block] = parent
-    cache.salts[block] = salt
-    cache.hashes[block] = value
-    cache.tokens[block] = tokens
-    return int(serial)
+    cache.last_serial[0] += 1
+    entry = cache.at[block]
+    entry.serial = cache.last_serial[0]
+    entry.parent, entry.salt, entry.hash = parent, salt, value
+    for i in range(tokens.size):
+        cache.tokens[block, i] = tokens[i]
+    return int(entry.serial)
 
 
 @njit_inner
 def remove_entry(cache: PrefixCache, block: int) -> None:
     """Forget the block's entry; those probed past it move up, so that no search ends too early."""
-    slots, hashes = cache.slots, cache.hashes
+    slots, at = cache.slots, cache.at
     last = slots.size - 1
-    gap = np.int64(hashes[block] & np.uint64(last))
+    gap = np.int64(at[block].hash & np.uint64(last))
     while slots[gap] != block:
         gap = (gap + 1) & last
     slots[gap] = EMPTY
     place = (gap + 1) & last
     while slots[place] != EMPTY:
-        home = np.int64(hashes[slots[place]] & np.uint64(last))
+        home = np.int64(at[slots[place]].hash & np.uint64(last))
         # It may fill the gap unless its home lies in (gap, place], cyclically.
         if (place - home) & last >= (place - gap) & last:
             slots[gap] = slots[place]
             slots[place] = EMPTY
             gap = place
         place = (place + 1) & last
-    cache.serials[block] = NO_ENTRY
+    at[block].serial = NO_ENTRY
 
 
 @njit_inner
@@ -142,11 +145,11 @@ def register_block(
 
     That is another block's where the same content is there already: the first one stays the entry.
     """
-    if cache.serials[block] != NO_ENTRY:
-        return int(cache.serials[block])
+    if cache.at[block].serial != NO_ENTRY:
+        return int(cache.at[block].serial)
     found = find_entry(cache, value, parent, salt, tokens)
     if found != EMPTY:
-        return int(cache.serials[found])
+        return int(cache.at[found].serial)
     return int(insert_entry(cache, block, value, parent, salt, tokens))
 
 
@@ -164,7 +167,7 @@ def lookup_prefix(cache: PrefixCache, tokens: NDArray[np.int32], salt: int, foun
         if block == EMPTY:
             return i
         found[i] = block
-        parent = cache.serials[block]
+        parent = cache.at[block].serial
     return int(tokens.size // block_size)
 
 

@@ -1,6 +1,6 @@
 """What a submitted step and one that has come back change: njit over Rows and Blocks."""
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -24,9 +24,9 @@ RECOMPUTED_TOKENS = int(Counter.RECOMPUTED_TOKENS)
 @njit_inner
 def count_recomputed(rows: Rows, blocks: Blocks, row: int) -> None:
     """Count what the row computes once more, now that it begins at num_computed_tokens."""
-    again = rows.num_lost_tokens[row] - rows.num_computed_tokens[row]
+    again = rows.at[row].num_lost_tokens - rows.at[row].num_computed_tokens
     blocks.counters[RECOMPUTED_TOKENS] += max(0, again)
-    rows.num_lost_tokens[row] = 0
+    rows.at[row].num_lost_tokens = 0
 
 
 @njit_inner
@@ -35,11 +35,11 @@ def fork(rows: Rows, blocks: Blocks, source: int, target: int) -> None:
 
     If the prompt is all that it knows, it computes the last token again, for a sample of its own.
     """
-    prompt = rows.num_prompt_tokens[target]
+    prompt = rows.at[target].num_prompt_tokens
     share_table(blocks, source, target, (prompt + blocks.block_size - 1) // blocks.block_size)
-    rows.num_stored_tokens[target] = prompt
-    rows.num_computed_tokens[target] = min(prompt, rows.num_tokens[target] - 1)
-    rows.is_pending[target] = False
+    rows.at[target].num_stored_tokens = prompt
+    rows.at[target].num_computed_tokens = min(prompt, rows.at[target].num_tokens - 1)
+    rows.at[target].is_pending = False
     count_recomputed(rows, blocks, target)
     blocks.counters[FORKS] += 1
 
@@ -47,23 +47,20 @@ def fork(rows: Rows, blocks: Blocks, source: int, target: int) -> None:
 @njit
 def advance(rows: Rows, blocks: Blocks, step: int) -> None:
     """Count the planned step as submitted: tokens computed, samples in flight; fork who waits for it."""
-    num_new, computed, serial = rows.num_new, rows.num_computed_tokens, rows.serial
-    num_tokens, in_flight, pending = rows.num_tokens, rows.num_in_flight, rows.is_pending
     running, num_running = rows.running, rows.num_running[0]
     for i in range(num_running):
         row = running[i]
-        if num_new[row] == 0:
+        at = rows.at[row]
+        if at.num_new == 0:
             continue
-        computed[row] += num_new[row]
-        in_flight[row] += computed[row] == num_tokens[row] + in_flight[row]
-        rows.last_scheduled[row] = step
-        rows.reset[row] = False
-        num_new[row] = 0
+        at.num_computed_tokens += at.num_new
+        at.num_in_flight += at.num_computed_tokens == at.num_tokens + at.num_in_flight
+        at.last_scheduled, at.reset, at.num_new = step, False, 0
         j = i + 1
-        while j < num_running and pending[running[j]] and serial[running[j]] == serial[row]:
-            if computed[row] >= rows.num_prompt_tokens[row]:
+        while j < num_running and rows.at[running[j]].is_pending and rows.at[running[j]].serial == at.serial:
+            if at.num_computed_tokens >= at.num_prompt_tokens:
                 fork(rows, blocks, row, running[j])
-                rows.last_scheduled[running[j]] = step
+                rows.at[running[j]].last_scheduled = step
             j += 1
 
 
@@ -72,7 +69,7 @@ def release(rows: Rows, pools: Pools, row: int) -> None:
     """Take blocks, wherever they lie, and serial from a row; `close_gaps` must follow."""
     free_table(pools.device, row)
     free_table(pools.host, row)
-    rows.serial[row] = NO_SERIAL
+    rows.at[row].serial = NO_SERIAL
 
 
 @njit_inner
@@ -81,7 +78,7 @@ def close_gaps(rows: Rows) -> None:
     kept = 0
     for i in range(rows.num_running[0]):
         row = rows.running[i]
-        if rows.serial[row] != NO_SERIAL:
+        if rows.at[row].serial != NO_SERIAL:
             rows.running[kept] = row
             kept += 1
     rows.num_running[0] = kept
@@ -99,19 +96,18 @@ def release_rows(rows: Rows, pools: Pools, given_up: NDArray[np.int32]) -> None:
 def register(rows: Rows, blocks: Blocks, row: int, num_written: int) -> None:
     """Tell the prefix cache of the row's full blocks among its first `num_written` tokens."""
     cache, size = blocks.cache, blocks.block_size
-    end = min(num_written // size, blocks.num_blocks[row])
-    while rows.num_registered[row] < end:
-        n = rows.num_registered[row]
+    end = min(num_written // size, blocks.held[row].num_blocks)
+    at = rows.at[row]
+    while at.num_registered < end:
+        n = at.num_registered
         block = blocks.block_tables[row, n]
         if block == HOLE:  # it left the window unregistered: what follows it could never be found
-            rows.num_registered[row] = NEVER
+            at.num_registered = NEVER
             return
         tokens = rows.tokens[row, n * size : (n + 1) * size]
-        value = chain_hash(cache, rows.chain_hash[row], tokens)
-        parent, salt = rows.chain_serial[row], rows.salt[row]
-        rows.chain_serial[row] = register_block(cache, block, value, parent, salt, tokens)
-        rows.chain_hash[row] = value
-        rows.num_registered[row] = n + 1
+        at.chain_hash = chain_hash(cache, at.chain_hash, tokens)
+        at.chain_serial = register_block(cache, block, at.chain_hash, at.chain_serial, at.salt, tokens)
+        at.num_registered = n + 1
 
 
 @njit_inner
@@ -150,34 +146,33 @@ def apply_output(
     """
     num_appended, reasons = outcome
     blocks, size = pools.device, pools.device.block_size
-    tokens, num_tokens, max_total = rows.tokens, rows.num_tokens, rows.max_total_tokens
-    serial, in_flight, is_beam = rows.serial, rows.num_in_flight, rows.is_beam
-    asked, registered, stop_token_ids = rows.prompt_logprobs_end, rows.num_registered, rows.stop_token_ids
+    tokens, stop_token_ids = rows.tokens, rows.stop_token_ids
     step_rows, serials, flags, seq_lens, sampled, num_sampled = step
     caches = blocks.cache.slots.size > 0
     ended = False
     for i in range(step_rows.size):
         row, written = step_rows[i], seq_lens[i]
         num_appended[i], reasons[i] = 0, NOT_FINISHED
-        if serial[row] != serials[i]:
+        at = rows.at[row]
+        if at.serial != serials[i]:
             num_appended[i] = -1
             continue
         samples = (flags[i] & SAMPLES) != 0
         assert samples == (num_sampled[i] > 0), "tokens from a sequence that did not sample, or none"
-        in_flight[row] -= samples
-        asked[row] = max(asked[row], written)
-        for j in range(0 if is_beam[row] else num_sampled[i]):
-            n = num_tokens[row]
+        at.num_in_flight -= samples
+        at.prompt_logprobs_end = max(at.prompt_logprobs_end, written)
+        for j in range(0 if at.is_beam else num_sampled[i]):
+            n = at.num_tokens
             tokens[row, n] = sampled[i, j]
-            num_tokens[row] = n + 1
+            at.num_tokens = n + 1
             num_appended[i] += 1
             if is_stop(stop_token_ids, row, sampled[i, j]):
                 reasons[i] = STOP
-            elif n + 1 >= max_total[row]:
+            elif n + 1 >= at.max_total_tokens:
                 reasons[i] = LENGTH
             if reasons[i] != NOT_FINISHED:
                 break
-        if caches and written // size > registered[row]:
+        if caches and written // size > at.num_registered:
             register(rows, blocks, row, written)
         if reasons[i] != NOT_FINISHED:
             release(rows, pools, row)
@@ -187,14 +182,6 @@ def apply_output(
             free_before(blocks, row, (written - sliding_window + 1) // size)
     if ended:
         close_gaps(rows)
-
-
-@njit_inner
-def reorder_column(column: NDArray[Any], beams: NDArray[np.int32], parents: NDArray[np.int32]) -> None:
-    """Let column[beams[i]] be what column[beams[parents[i]]] was, and 0 behind the parents."""
-    old = column[beams]
-    for i in range(beams.size):
-        column[beams[i]] = old[parents[i]] if i < parents.size else 0
 
 
 @njit
@@ -208,24 +195,20 @@ def reorder_beams(
     """Let the row beams[i] be what beams[parents[i]] was and then token_ids[i], the others take no part."""
     longest = 0
     for row in beams:
-        rows.num_in_flight[row] = 0
-        longest = max(longest, rows.num_tokens[row])
-    old = np.empty((beams.size, longest), np.int32)
+        longest = max(longest, rows.at[row].num_tokens)
+    old, tokens = rows.at[beams], np.empty((beams.size, longest), np.int32)
     for i in range(beams.size):
-        for j in range(rows.num_tokens[beams[i]]):
-            old[i, j] = rows.tokens[beams[i], j]
+        for j in range(old[i].num_tokens):
+            tokens[i, j] = rows.tokens[beams[i], j]
     reorder_tables(pools.device, beams, parents)
     reorder_tables(pools.host, beams, parents)
-    reorder_column(rows.num_tokens, beams, parents)
-    reorder_column(rows.num_computed_tokens, beams, parents)
-    reorder_column(rows.num_stored_tokens, beams, parents)
-    reorder_column(rows.num_lost_tokens, beams, parents)
-    reorder_column(rows.num_registered, beams, parents)
-    reorder_column(rows.chain_hash, beams, parents)
-    reorder_column(rows.chain_serial, beams, parents)
     for i in range(parents.size):
-        row = beams[i]
-        for j in range(rows.num_tokens[row]):
-            rows.tokens[row, j] = old[parents[i], j]
-        rows.tokens[row, rows.num_tokens[row]] = token_ids[i]
-        rows.num_tokens[row] += 1
+        row, known = beams[i], old[parents[i]].num_tokens
+        rows.at[row] = old[parents[i]]
+        for j in range(known):
+            rows.tokens[row, j] = tokens[parents[i], j]
+        rows.tokens[row, known] = token_ids[i]
+        rows.at[row].num_tokens = known + 1
+        rows.at[row].num_in_flight = 0
+    for row in beams[parents.size :]:
+        rows.at[row].num_tokens = rows.at[row].num_computed_tokens = rows.at[row].num_in_flight = 0

@@ -37,20 +37,21 @@ class RowTable:
             self.rows = load_row(self.rows, seq.row, seq, salt=salt)
             self.sampling = load_sampling_row(self.sampling, seq.row, seq)
         rows = self.of_group(group)
-        self.rows.is_pending[rows[1:]] = self.rows.num_tokens[rows[1:]] > 0
+        at = self.rows.at
+        at.is_pending[rows[1:]] = at.num_tokens[rows[1:]] > 0
         self.renew_serial(rows)
         return rows
 
     def renew_serial(self, rows: NDArray[np.int32]) -> None:
         """Give a group's rows a serial of their own: what steps in flight bring back for them is nobody's."""
         self._last_serial += 1
-        self.rows.serial[rows] = self._last_serial
+        self.rows.at.serial[rows] = self._last_serial
 
     def unload(self, group: SequenceGroup) -> None:
         """Keep in a group's unfinished sequences what their rows knew, and free the rows."""
         for seq in group.unfinished:
             unload_row(self.rows, seq.row, seq)
-            self.rows.serial[seq.row] = NO_SERIAL
+            self.rows.at[seq.row].serial = NO_SERIAL
             self.drop(seq)
 
     def drop(self, seq: Sequence) -> None:

@@ -126,7 +126,7 @@ class Scheduler:
     def num_stored_tokens(self) -> int:
         """Return how many slots of the blocks in use hold a token once the submitted steps are done."""
         rows, running = self._table.rows, self._table.rows.running[: self.num_running]
-        return self.block_manager.count_tokens(running, rows.num_computed_tokens[running])
+        return self.block_manager.count_tokens(running, rows.at.num_computed_tokens[running])
 
     def has_unfinished(self) -> bool:
         """Return whether any group waits or runs."""
@@ -184,7 +184,7 @@ class Scheduler:
         assert not seq.group.is_beam, "beams end together, by finish_group"
         if seq.row >= 0:
             rows, group = self._table.rows, self._table.of_group(seq.group)
-            if rows.is_pending[group].any() and not rows.is_pending[seq.row]:
+            if rows.at.is_pending[group].any() and not rows.at[seq.row].is_pending:
                 self._restart(seq.group)  # the others wait for the prompt that it was computing
         if seq.row >= 0:
             release_rows(self._table.rows, self.block_manager.pools, np.array([seq.row], np.int32))
@@ -215,14 +215,15 @@ class Scheduler:
         beams = self._table.of_group(group)
         chosen = np.array(token_ids, np.int32)
         rows = self._table.rows
-        assert not rows.is_pending[beams].any(), "a beam has not come to its token yet"
+        assert not rows.at.is_pending[beams].any(), "a beam has not come to its token yet"
         reorder_beams(rows, self.block_manager.pools, beams, np.array(parents, np.int32), chosen)
         self._table.renew_serial(beams)
 
     def reset_prefix_cache(self) -> None:
         """Find nothing again that is cached, or in use, by now; blocks in use stay with who holds them."""
         self.block_manager.reset_prefix_cache()
-        self._table.rows.num_registered[self._table.rows.serial != NO_SERIAL] = NEVER
+        at = self._table.rows.at
+        at.num_registered[at.serial != NO_SERIAL] = NEVER
 
     # A step.
 
@@ -320,7 +321,7 @@ class Scheduler:
         running = rows.running[: self.num_running]
         if head is None or self.config.policy == "fcfs":
             return running[:0]
-        return running[np.searchsorted(rows.priority[running], head.priority, side="right") :]
+        return running[np.searchsorted(rows.at.priority[running], head.priority, side="right") :]
 
     def _plan_running(self) -> int:
         """Plan the running rows, queue the groups preempted for it; return the tokens planned."""
@@ -343,8 +344,8 @@ class Scheduler:
         """Order the places of `running` and, as num_running, the queue: least recently scheduled first."""
         rows = self._table.rows
         running = rows.running[: self.num_running]
-        last_turns = np.append(rows.last_scheduled[running], self._last_admission)
-        return np.lexsort((last_turns, np.append(rows.priority[running], head.priority)))
+        last_turns = np.append(rows.at.last_scheduled[running], self._last_admission)
+        return np.lexsort((last_turns, np.append(rows.at.priority[running], head.priority)))
 
     def _requeue(self, swapped: list[bool]) -> None:
         """Queue the groups that were taken out of `running`, the last one first."""
