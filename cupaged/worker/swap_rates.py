@@ -18,8 +18,8 @@ logger = logging.getLogger("cupaged")
 
 SWAP_BYTES = 64 << 20  # at most, that are moved out and back to see how long it takes
 PREFILL_TOKENS = 512  # likewise, that are computed: weights are read, and paid for, once a step
-TRIES = 3  # the best counts: the first may touch memory for the first time
-ENOUGH = 0.2  # seconds, after which there is no other try
+TRIES = 4  # the best counts, and never the first alone: it may touch memory for the first time
+ENOUGH = 0.2  # seconds, after which there is no third
 
 
 class SwapRates(NamedTuple):
@@ -57,7 +57,7 @@ def find_swap_rates(
 
 def _seconds(work: Callable[[int], None], amount: int, clock: Callable[[], float]) -> float:
     times: list[float] = []
-    while len(times) < TRIES and sum(times) < ENOUGH:
+    while len(times) < 2 or (len(times) < TRIES and sum(times) < ENOUGH):
         began = clock()
         work(amount)
         times.append(clock() - began)
