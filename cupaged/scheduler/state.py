@@ -127,15 +127,20 @@ def restart_chain(rows: Rows, row: int) -> None:
 
 def load_row(rows: Rows, row: int, seq: Sequence, *, salt: int) -> Rows:
     """Fill a free row with a sequence; return rows, whose table of stop ids may have grown."""
-    group, known, at = seq.group, seq.token_ids, rows.at[row]
+    group, known = seq.group, seq.token_ids
     rows.tokens[row, : len(known)] = known
-    at.num_tokens, at.num_prompt_tokens = len(known), len(group.prompt_token_ids)
-    at.num_in_flight = at.num_computed_tokens = at.num_stored_tokens = at.num_new = 0
-    at.num_lost_tokens = seq.num_lost_tokens
-    at.max_total_tokens = group.max_total_tokens
-    at.prompt_logprobs_end = seq.prompt_logprobs_end
-    at.salt, at.priority, at.arrival = salt, group.priority, group.arrival
-    at.is_pending, at.is_beam = False, group.is_beam
+    values = {
+        "num_tokens": len(known),
+        "num_prompt_tokens": len(group.prompt_token_ids),
+        "num_lost_tokens": seq.num_lost_tokens,
+        "max_total_tokens": group.max_total_tokens,
+        "prompt_logprobs_end": seq.prompt_logprobs_end,
+        "salt": salt,
+        "priority": group.priority,
+        "arrival": group.arrival,
+        "is_beam": group.is_beam,
+    }
+    rows.at[row] = tuple(values.get(name, 0) for name in ROW.names or ())
     restart_chain(rows, row)
     return rows._replace(stop_token_ids=_write_ids(rows.stop_token_ids, row, group.stop_token_ids))
 
@@ -150,22 +155,24 @@ def unload_row(rows: Rows, row: int, seq: Sequence) -> None:
 
 def load_sampling_row(sampling: SamplingRows, row: int, seq: Sequence) -> SamplingRows:
     """Fill a row with a sequence's parameters; return sampling, whose table of banned ids may have grown."""
-    group, params, at = seq.group, seq.group.params, sampling.at[row]
-    at.temperature, at.top_p, at.min_p, at.top_k = (
-        params.temperature,
-        params.top_p,
-        params.min_p,
-        params.top_k,
-    )
-    at.seed_low, at.seed_high = np.array([group.seed % 2**64], np.uint64).view(np.int32).tolist()
-    at.group_index = seq.index
-    wanted = group.num_candidates if group.is_beam else params.logprobs
-    at.num_logprobs = -1 if wanted is None else wanted
-    asks = params.prompt_logprobs if seq.index == 0 else None  # of one prompt, once
-    at.num_prompt_logprobs = -1 if asks is None else asks
-    at.min_tokens = params.min_tokens
-    at.scales_logprobs = group.is_beam
-    at.wants_history = False
+    group, params = seq.group, seq.group.params
+    logprobs = group.num_candidates if group.is_beam else params.logprobs
+    prompt_logprobs = params.prompt_logprobs if seq.index == 0 else None  # of one prompt, once
+    seed_low, seed_high = np.array([group.seed % 2**64], np.uint64).view(np.int32).tolist()
+    values = {
+        "temperature": params.temperature,
+        "top_p": params.top_p,
+        "min_p": params.min_p,
+        "top_k": params.top_k,
+        "seed_low": seed_low,
+        "seed_high": seed_high,
+        "group_index": seq.index,
+        "num_logprobs": -1 if logprobs is None else logprobs,
+        "num_prompt_logprobs": -1 if prompt_logprobs is None else prompt_logprobs,
+        "min_tokens": params.min_tokens,
+        "scales_logprobs": group.is_beam,
+    }
+    sampling.at[row] = tuple(values.get(name, 0) for name in SAMPLING.names or ())
     return sampling._replace(
         banned_token_ids=_write_ids(sampling.banned_token_ids, row, group.banned_token_ids)
     )
