@@ -15,7 +15,7 @@ def allocate(blocks: Blocks, row: int, found: NDArray[np.int32], needed: int) ->
     for i in range(found.size):
         allocator.hold_block(blocks, found[i])
         blocks.block_tables[row, i] = found[i]
-    blocks.num_blocks[row] = found.size
+    blocks.held[row].num_blocks = found.size
     allocator.grow_table(blocks, row, needed)
 
 

@@ -168,14 +168,14 @@ class Harness:
         held: dict[int, set[Sequence]] = {}
         for seq in self.outputs:
             if seq.row >= 0:
-                table = blocks.block_tables[seq.row, blocks.first_block[seq.row] : blocks.num_blocks[seq.row]]
-                for block in table.tolist():
+                first, end = blocks.held[seq.row].tolist()
+                for block in blocks.block_tables[seq.row, first:end].tolist():
                     held.setdefault(block, set()).add(seq)
         return held
 
     def cached_blocks(self) -> dict[int, int]:
         """Return the serial of each block that can be found by its content."""
-        serials = self.scheduler.block_manager.blocks.cache.serials
+        serials = self.scheduler.block_manager.blocks.cache.at.serial
         return {block: int(serials[block]) for block in np.flatnonzero(serials).tolist()}
 
     def check(self) -> None:

@@ -18,7 +18,7 @@ def make_blocks(total: int = 10) -> Blocks:
 
 
 def table(blocks: Blocks, row: int) -> list[int]:
-    return [int(block) for block in blocks.block_tables[row, : blocks.num_blocks[row]]]
+    return [int(block) for block in blocks.block_tables[row, : blocks.held.num_blocks[row]]]
 
 
 def cached(*numbers: int) -> Blocks:
@@ -50,8 +50,8 @@ def test_freeing_gives_every_block_back() -> None:
     compiled.free(blocks, 0)
     compiled.free(blocks, 1)
 
-    assert sorted(blocks.free[: blocks.num_free[0]].tolist()) == list(range(10))
-    assert not blocks.ref_count.any()
+    assert sorted(blocks.free[: blocks.num.free[0]].tolist()) == list(range(10))
+    assert not blocks.at.ref_count.any()
     assert table(blocks, 0) == table(blocks, 1) == []
 
 
@@ -62,8 +62,8 @@ def test_block_still_referenced_is_not_freed() -> None:
 
     compiled.free(blocks, 0)
 
-    assert blocks.num_free[0] == 9
-    assert blocks.ref_count[table(blocks, 1)].tolist() == [1]
+    assert blocks.num.free[0] == 9
+    assert blocks.at.ref_count[table(blocks, 1)].tolist() == [1]
 
 
 def test_cached_blocks_are_taken_after_all_free_ones_and_oldest_first() -> None:
@@ -77,8 +77,8 @@ def test_cached_blocks_are_taken_after_all_free_ones_and_oldest_first() -> None:
     compiled.grow(blocks, 3, 4)
 
     assert table(blocks, 3)[2:] == [*second, first[1]]
-    assert blocks.cache.serials[second].tolist() == [0]
-    assert blocks.cache.serials[first[0]] > 0
+    assert blocks.cache.at.serial[second].tolist() == [0]
+    assert blocks.cache.at.serial[first[0]] > 0
 
 
 def test_found_block_is_evictable_no_more() -> None:
@@ -105,7 +105,7 @@ def test_shared_block_is_copied_before_it_is_written(holders: int) -> None:
     if copies:
         assert table(blocks, 1) == before
         assert pair.tolist() == [before[1], table(blocks, 0)[1]]
-        assert blocks.ref_count[pair].tolist() == [1, 1]
+        assert blocks.at.ref_count[pair].tolist() == [1, 1]
 
 
 def test_cached_block_of_a_single_holder_is_found_no_more_once_it_is_written() -> None:
@@ -113,7 +113,7 @@ def test_cached_block_of_a_single_holder_is_found_no_more_once_it_is_written() -
 
     assert not compiled.write(blocks, 0, 1, np.zeros(2, np.int32))
 
-    assert blocks.cache.serials[table(blocks, 0)].tolist() == [1, 0]
+    assert blocks.cache.at.serial[table(blocks, 0)].tolist() == [1, 0]
 
 
 def test_blocks_before_the_window_become_holes() -> None:
@@ -124,7 +124,7 @@ def test_blocks_before_the_window_become_holes() -> None:
     compiled.free_before(blocks, 0, 2)
 
     assert table(blocks, 0) == [HOLE, HOLE, *before[2:]]
-    assert blocks.num_free[0] == 8
+    assert blocks.num.free[0] == 8
 
 
 def test_moved_tables_share_what_they_shared_and_keep_holes() -> None:
@@ -141,7 +141,7 @@ def test_moved_tables_share_what_they_shared_and_keep_holes() -> None:
     assert table(host, 0)[0] == HOLE
     assert table(host, 0) == table(host, 1)[:3]
     assert sorted(pairs[:3, 1].tolist()) == sorted(table(host, 1)[1:])
-    assert blocks.num_free[0] == 10
+    assert blocks.num.free[0] == 10
 
 
 def test_beams_take_the_tables_of_their_parents() -> None:
@@ -153,4 +153,4 @@ def test_beams_take_the_tables_of_their_parents() -> None:
     compiled.reorder(blocks, np.array([0, 1, 2], np.int32), np.array([2, 1], np.int32))
 
     assert [table(blocks, row) for row in range(3)] == [before[2], before[1], []]
-    assert blocks.num_free[0] == 5
+    assert blocks.num.free[0] == 5

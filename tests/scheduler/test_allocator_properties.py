@@ -19,7 +19,7 @@ PREFIX = [1, 2] * 8  # whose own beginning comes again in it
 
 
 def tables(blocks: Blocks) -> dict[int, list[int]]:
-    ends = blocks.num_blocks.tolist()
+    ends = blocks.held.num_blocks.tolist()
     return {row: blocks.block_tables[row, :end].tolist() for row, end in enumerate(ends)}
 
 
@@ -183,12 +183,11 @@ class BlocksMachine(RuleBasedStateMachine):
         self.manager.check_invariants()
         for blocks, model in ((self.manager.blocks, self.device), (self.manager.host_blocks, self.host)):
             assert tables(blocks) == model.tables
-            assert blocks.ref_count.tolist() == [
-                model.num_references(block) for block in range(len(blocks.ref_count))
-            ]
-            assert blocks.free[: blocks.num_free[0]].tolist() == model.free
+            references = [model.num_references(block) for block in range(len(blocks.free))]
+            assert blocks.at.ref_count[: len(blocks.free)].tolist() == references
+            assert blocks.free[: blocks.num.free[0]].tolist() == model.free
             assert evictable(blocks) == model.evictable
-        serials = self.manager.blocks.cache.serials
+        serials = self.manager.blocks.cache.at.serial
         assert {
             block: int(serials[block]) for block in np.flatnonzero(serials).tolist()
         } == self.device.serials

@@ -70,28 +70,28 @@ def test_blocks_with_cached_content_count_as_free() -> None:
 
     assert manager.num_free == 7
     manager.reset_prefix_cache()
-    assert manager.num_free == manager.blocks.num_free[0] == 7
+    assert manager.num_free == manager.blocks.num.free[0] == 7
     manager.check_invariants()
 
 
 class TestInvariants:
     def test_lost_block_is_found(self) -> None:
         manager = make_manager()
-        manager.blocks.num_free[0] -= 1
+        manager.blocks.num.free[0] -= 1
 
         with pytest.raises(AssertionError, match="9 free"):
             manager.check_invariants()
 
     def test_lost_host_block_is_found(self) -> None:
         manager = make_manager()
-        manager.host_blocks.num_free[0] -= 1
+        manager.host_blocks.num.free[0] -= 1
 
         with pytest.raises(AssertionError, match="3 free"):
             manager.check_invariants()
 
     def test_unexplained_reference_is_found(self) -> None:
         manager = make_manager()
-        manager.blocks.ref_count[3] = 1
+        manager.blocks.at.ref_count[3] = 1
 
         with pytest.raises(AssertionError, match="no table explains"):
             manager.check_invariants()
@@ -129,14 +129,14 @@ class TestInvariants:
 
     def test_broken_ring_is_found(self) -> None:
         manager = cached()
-        manager.blocks.older[10] = 10
+        manager.blocks.at.older[10] = 10
 
         with pytest.raises(AssertionError, match="ring of evictable blocks is broken"):
             manager.check_invariants()
 
     def test_miscounted_ring_is_found(self) -> None:
         manager = cached()
-        manager.blocks.num_evictable[0] += 1
+        manager.blocks.num.evictable[0] += 1
 
         with pytest.raises(AssertionError, match="miscounted"):
             manager.check_invariants()
@@ -163,7 +163,7 @@ class TestInvariants:
     def test_entries_of_one_serial_are_found(self) -> None:
         manager = cached()
         first, second, _ = manager.blocks.block_tables[0, :3]
-        manager.blocks.cache.serials[second] = manager.blocks.cache.serials[first]
+        manager.blocks.cache.at.serial[second] = manager.blocks.cache.at.serial[first]
 
         with pytest.raises(AssertionError, match="two entries have one serial"):
             manager.check_invariants()
@@ -171,11 +171,11 @@ class TestInvariants:
     def test_free_block_that_is_an_entry_is_found(self) -> None:
         manager = cached()
         blocks = manager.blocks
-        block = blocks.newer[10]
-        blocks.newer[10], blocks.older[blocks.newer[block]] = blocks.newer[block], 10
-        blocks.num_evictable[0] -= 1
-        blocks.free[blocks.num_free[0]] = block
-        blocks.num_free[0] += 1
+        block = blocks.at.newer[10]
+        blocks.at.newer[10], blocks.at.older[blocks.at.newer[block]] = blocks.at.newer[block], 10
+        blocks.num.evictable[0] -= 1
+        blocks.free[blocks.num.free[0]] = block
+        blocks.num.free[0] += 1
 
         with pytest.raises(AssertionError, match="a free entry is not evictable"):
             manager.check_invariants()

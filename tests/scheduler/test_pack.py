@@ -223,7 +223,7 @@ def test_history_comes_with_reset_for_rows_that_want_it() -> None:
     groups = [make_group([5, 6]), make_group([7, 8, 9])]
     harness.add(*groups)
     harness.scheduler._admit(4)
-    harness.scheduler._table.sampling.wants_history[groups[1].sequences[0].row] = True
+    harness.scheduler._table.sampling.at.wants_history[groups[1].sequences[0].row] = True
 
     batch = schedule(harness)
 

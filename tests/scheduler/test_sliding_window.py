@@ -10,7 +10,7 @@ from tests.scheduler.harness import Harness, assert_all_as_expected, count, star
 
 def table(harness: Harness, seq: Sequence) -> list[int]:
     blocks = harness.scheduler.block_manager.blocks
-    return [int(block) for block in blocks.block_tables[seq.row, : blocks.num_blocks[seq.row]]]
+    return [int(block) for block in blocks.block_tables[seq.row, : blocks.held.num_blocks[seq.row]]]
 
 
 @pytest.mark.parametrize("max_in_flight", [1, 2])

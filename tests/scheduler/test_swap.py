@@ -149,7 +149,7 @@ class TestSwap:
 
         harness.run()
 
-        assert harness.scheduler.block_manager.host_blocks.num_free[0] == 8
+        assert harness.scheduler.block_manager.host_blocks.num.free[0] == 8
         assert_all_as_expected(harness, groups)
 
 
@@ -204,7 +204,7 @@ class TestEnd:
 
         harness.abort(groups[2])
 
-        assert harness.scheduler.block_manager.host_blocks.num_free[0] == 8
+        assert harness.scheduler.block_manager.host_blocks.num.free[0] == 8
         harness.run()
         assert_all_as_expected(harness, groups[:2])
 
@@ -245,6 +245,6 @@ class TestEnd:
         harness.update()
 
         assert young.status is SequenceStatus.FINISHED
-        assert harness.scheduler.block_manager.host_blocks.num_free[0] == 8
+        assert harness.scheduler.block_manager.host_blocks.num.free[0] == 8
         harness.run()
         assert_all_as_expected(harness, [*old, young])
