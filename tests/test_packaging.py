@@ -116,7 +116,7 @@ def test_base_install_needs_neither_cuda_nor_a_server_nor_torch() -> None:
 def test_extras_are_those_that_the_readme_and_errors_name() -> None:
     extras = pyproject()["project"]["optional-dependencies"]
 
-    assert set(extras) == {"cuda12", "cuda13", "serve", "hub", "demo", "test", "dev"}
+    assert set(extras) == {"cuda12", "cuda13", "serve", "hub", "demo", "plots", "test", "dev"}
 
 
 def test_version_is_stated_once_more_in_the_package_and_agrees() -> None:

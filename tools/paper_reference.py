@@ -93,7 +93,10 @@ class StaticRun(NamedTuple):
 
 @dataclass(slots=True)
 class Meter:
-    """Means over the measured time: from when a tenth of the requests has begun until the last one has."""
+    """Means over the measured time: from when a quarter of the requests has begun until the last one has.
+
+    By then those that began together at the start, all young, have parted.
+    """
 
     num_requests: int
     seconds: float = 0.0
@@ -101,7 +104,7 @@ class Meter:
 
     def measures(self, num_begun: int) -> bool:
         """Return whether the run is past its start and still has requests to begin."""
-        return self.num_requests / 10 <= num_begun < self.num_requests
+        return self.num_requests / 4 <= num_begun < self.num_requests
 
     def add(self, seconds: float, *values: float) -> None:
         """Count that the values held for so long."""
