@@ -113,8 +113,13 @@ def njit(function: Any = None, *, signatures: Sequence[str] | None = None, **opt
 
 
 def njit_inner(function: F) -> F:
-    """Compile what only njit functions call: no wrappers for Python and C, in about half the time."""
-    return njit(no_cpython_wrapper=True, no_cfunc_wrapper=True)(function)
+    """Compile what only njit functions call and what makes no array: no wrappers, no reference counts.
+
+    So it compiles in less than half the time, and a call with a NamedTuple of many arrays, whose counts would
+    all go up and down, saves a microsecond: the caller holds the arrays. What makes an array after all does
+    not compile ("NRT required").
+    """
+    return njit(no_cpython_wrapper=True, no_cfunc_wrapper=True, _nrt=False)(function)
 
 
 def specialize(function: Callable[..., Any], signature: str) -> None:

@@ -272,7 +272,7 @@ def move_tables(source: Blocks, target: Blocks, rows: NDArray[np.int32], pairs: 
     return count
 
 
-@njit_inner
+@njit
 def reorder_tables(blocks: Blocks, rows: NDArray[np.int32], parents: NDArray[np.int32]) -> None:
     """Let rows[i] hold what rows[parents[i]] held, and rows behind the parents nothing."""
     tables, at = blocks.block_tables, blocks.at

@@ -21,16 +21,19 @@ from cupaged.scheduler.state import Rows
 
 @njit
 def measure_prompt(
-    blocks: Blocks, num_tokens: int, found: NDArray[np.int32], sliding_window: int
+    blocks: Blocks, num_tokens: int, first_fork: int, found: NDArray[np.int32], sliding_window: int
 ) -> tuple[int, int, int]:
     """Return (tokens, blocks, first) of a row that knows `num_tokens` and finds cached blocks.
 
     It computes `tokens`, of all cached the last one, takes `blocks` from those available, the found ones that
-    nobody holds included, and holds found[first:]: those before have left the window.
+    nobody holds included, and holds found[first:]: those before have left its window, and the window of who
+    forks from it and begins at position `first_fork` or later.
     """
     size = blocks.block_size
     computed = min(found.size * size, num_tokens - 1)
-    first = max(0, computed - sliding_window + 1) // size if sliding_window > 0 else 0
+    first = 0
+    if sliding_window > 0:
+        first = max(0, min(computed, first_fork) - sliding_window + 1) // size
     taken = (num_tokens + size - 1) // size - found.size
     for i in range(first, found.size):
         taken += blocks.at[found[i]].ref_count == 0

@@ -214,7 +214,7 @@ def preempt_last(rows: Rows, pools: Pools, costs: Costs) -> bool:
     Its rows are then found behind the others, at running[num_running:].
     """
     first = last_group(rows)
-    group = rows.running[first : rows.num_running[0]].copy()
+    group = rows.running[first : rows.num_running[0]]
     rows.num_running[0] = first
     swaps = prefers_swap(rows, pools, group, costs)
     blocks, moves = pools.device, pools.moves

@@ -378,8 +378,11 @@ class Scheduler:
             # Who forks from it needs the prompt's blocks, which its own output's might put out of the window.
             sought = group.prompt_token_ids if others else first.token_ids
             found = self._found[: lookup_prefix(manager.blocks.cache, sought, salt, self._found)]
-        num_tokens, num_blocks, held = measure_prompt(manager.blocks, len(first.token_ids), found, window)
-        shared = len(group.prompt_token_ids) // manager.block_size
+        num_known, num_prompt = len(first.token_ids), len(group.prompt_token_ids)
+        first_fork = num_prompt - 1 if others else num_known
+        blocks = manager.blocks
+        num_tokens, num_blocks, held = measure_prompt(blocks, num_known, first_fork, found, window)
+        shared = num_prompt // manager.block_size
         for seq in others:
             num_blocks += max(0, manager.blocks_for(len(seq.token_ids)) - shared)
         return _Fit(len(others) + 1, num_blocks, num_tokens, found, held)
