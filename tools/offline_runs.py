@@ -77,7 +77,7 @@ def run(engine: LLMEngine, workload: Workload) -> Result:
         scheduler = engine.scheduler
         if num_used := scheduler.num_used_blocks:
             slot_use.append(scheduler.num_stored_tokens / (num_used * engine.config.block_size))
-            shared.append(1 - num_used / int(scheduler.block_manager.blocks.num_blocks.sum()))
+            shared.append(1 - num_used / int(scheduler.block_manager.blocks.held.num_blocks.sum()))
     return Result(
         seconds=perf_counter() - start,
         num_steps=engine.num_steps - steps_before,
