@@ -87,11 +87,21 @@ class Request:
     metrics: RequestMetrics
     prompt_logprobs: list[Logprobs | None] | None
     prompt_reported: bool = False
+    num_unfinished: int = field(init=False)  # sequences
+    chooses: bool = field(init=False)  # best_of: more sequences are run than shown
+    shows_end_only: bool = field(init=False)
+
+    def __post_init__(self) -> None:
+        """Note what every step asks for."""
+        params = self.params
+        self.num_unfinished = params.num_sequences
+        self.chooses = params.num_sequences > params.n
+        self.shows_end_only = self.chooses or params.output_kind == RequestOutputKind.FINAL_ONLY
 
     @property
     def finished(self) -> bool:
         """Return whether all sequences have ended."""
-        return all(completion.finish_reason is not None for completion in self.completions)
+        return self.num_unfinished == 0
 
     def append(
         self, index: int, token_ids: list[int], finish_reason: FinishReason | None
@@ -101,9 +111,11 @@ class Request:
             self.metrics.first_token_time = perf_counter()
         completion = self.completions[index]
         completion.append(token_ids, finish_reason)
-        if completion.finish_reason is not None and self.finished:
-            self.metrics.finished_time = perf_counter()
-            self.metrics.num_preemptions = self.group.num_preemptions
+        if completion.finish_reason is not None:
+            self.num_unfinished -= 1
+            if self.finished:
+                self.metrics.finished_time = perf_counter()
+                self.metrics.num_preemptions = self.group.num_preemptions
         return completion.finish_reason
 
     def add_logprobs(
@@ -134,15 +146,14 @@ class Request:
 
     def output(self) -> RequestOutput | None:
         """Return what the user is to see now by output_kind, or None if that is nothing."""
-        kind, finished = self.params.output_kind, self.finished
-        chooses = self.params.num_sequences > self.params.n
-        if not finished and (kind == RequestOutputKind.FINAL_ONLY or chooses):
+        finished = self.finished
+        if self.shows_end_only and not finished:
             return None
-        delta = kind == RequestOutputKind.DELTA
+        delta = self.params.output_kind == RequestOutputKind.DELTA
         show_prompt = not (delta and self.prompt_reported)
         self.prompt_reported = True
         completions: Sequence[Completion] = self.completions
-        if chooses:
+        if self.chooses:
             by_likelihood = sorted(completions, key=lambda completion: -completion.mean_logprob)
             completions = by_likelihood[: self.params.n]
         return RequestOutput(

@@ -131,8 +131,8 @@ def best_of(tokenizer: Tokenizer, **options: Any) -> Request:
         for logprob in logprobs:
             assert request.output() is None
             request.add_logprobs(index, False, [10 + index], [logprob], 1)
-            request.append(index, [10 + index], None)
-        request.completions[index].finish_reason = FinishReason.LENGTH
+            is_last = request.completions[index].cumulative_logprob == sum(logprobs)
+            request.append(index, [10 + index], FinishReason.LENGTH if is_last else None)
     return request
 
 
