@@ -25,6 +25,11 @@ class RowTable:
         self.free = list(range(num_rows - 1, -1, -1))
         self._last_serial = NO_SERIAL
 
+    @property
+    def num_running(self) -> int:
+        """Return how many rows run."""
+        return int(self.rows.num_running[0])
+
     def of_group(self, group: SequenceGroup) -> NDArray[np.int32]:
         """Return the rows of a group's unfinished sequences, by index."""
         return np.array([seq.row for seq in group.unfinished], np.int32)

@@ -7,28 +7,20 @@ Python only when it enters or leaves.
 
 from collections import deque
 from collections.abc import Sequence as Items
-from math import inf
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from cupaged.batch import Batch, StepOutput, bucket_for
+from cupaged.scheduler.admission import Admission
 from cupaged.scheduler.block_manager import BlockManager
 from cupaged.scheduler.counters import Counter, create_counters
-from cupaged.scheduler.entry import (
-    enter,
-    measure_prompt,
-    measure_swapped,
-    obtainable_blocks,
-    start_prompt,
-    swap_in,
-)
 from cupaged.scheduler.group_queue import GroupQueue
 from cupaged.scheduler.invariants import check_groups, check_rows
 from cupaged.scheduler.pack import BatchBuffer, Packed, measure, pack_batch
-from cupaged.scheduler.plan import SWAP_IN, SWAP_OUT, Costs, Head, plan_running, preempt_last
-from cupaged.scheduler.prefix_cache import SaltIds, lookup_prefix
+from cupaged.scheduler.plan import SWAP_IN, SWAP_OUT, Head, plan_running
+from cupaged.scheduler.preemption import Preemption
 from cupaged.scheduler.progress import (
     StepRows,
     advance,
@@ -43,7 +35,6 @@ from cupaged.sequence import NOT_FINISHED, FinishReason, Sequence, SequenceGroup
 
 _NO_TURNS = np.empty(0, np.int64)
 _NO_HEAD = Head(0, 0)
-_NOT_CACHED = np.empty(0, np.int32)
 
 
 class Update(NamedTuple):
@@ -52,16 +43,6 @@ class Update(NamedTuple):
     sequences: list[Sequence | None]  # None: its row was given up meanwhile, the result is discarded
     num_tokens: NDArray[np.int32]  # how many of output.token_ids[i] were appended; 0 for a beam
     finish_reasons: NDArray[np.int8]  # FinishReason or NOT_FINISHED
-
-
-class _Fit(NamedTuple):
-    """What a group that waits needs in order to run."""
-
-    num_rows: int
-    num_blocks: int
-    num_tokens: int  # that it would compute
-    found: NDArray[np.int32]  # cached blocks of its first sequence's prefix
-    first: int  # of these, the first that its window still needs
 
 
 class Scheduler:
@@ -88,16 +69,14 @@ class Scheduler:
             ) from None
         num_slots = config.num_blocks * config.block_size
         self._budget = min(config.max_num_batched_tokens, num_slots)  # no more are planned for by the worker
-        self._costs = _costs(config)
         self._queue = GroupQueue()
-        self._salts = SaltIds()
+        self._admission = Admission(config, self._table, self.block_manager, self.counters)
+        self._preemption = Preemption(config, self._table, self.block_manager, self._queue)
         self._num_arrived = 0
         self._step = 0
         self._last_admission = 0
-        self._preempted: list[SequenceGroup] = []  # in the step being planned
         self._in_flight: deque[Batch] = deque()
         table_width = self.block_manager.blocks_for(config.max_model_len)
-        self._found = np.empty(table_width, np.int32)
         self._swapped = np.empty(config.max_num_seqs, np.bool_)
         largest = bucket_for(self._budget, min(config.max_num_seqs, self._budget), table_width)
         self._buffers = deque(BatchBuffer(largest) for _ in range(config.num_batches))
@@ -110,7 +89,7 @@ class Scheduler:
     @property
     def num_running(self) -> int:
         """Return how many sequences run."""
-        return int(self._table.rows.num_running[0])
+        return self._table.num_running
 
     @property
     def num_free_blocks(self) -> int:
@@ -185,7 +164,7 @@ class Scheduler:
         if seq.row >= 0:
             rows, group = self._table.rows, self._table.of_group(seq.group)
             if rows.at.is_pending[group].any() and not rows.at[seq.row].is_pending:
-                self._restart(seq.group)  # the others wait for the prompt that it was computing
+                self._preemption.restart(seq.group)  # the others wait for the prompt that it was computing
         if seq.row >= 0:
             release_rows(self._table.rows, self.block_manager.pools, np.array([seq.row], np.int32))
         self._end(seq, reason)
@@ -230,7 +209,7 @@ class Scheduler:
     def schedule(self) -> Batch | None:
         """Plan and pack the next step; None if nothing can run before a step in flight comes back."""
         assert len(self._in_flight) < len(self._buffers), "update() the oldest batch in flight first"
-        self._preempted.clear()
+        self._preemption.preempted.clear()
         self._make_way()
         # 1 running: decodes, then prefill chunks; who finds no block preempts the last group.
         planned = self._plan_running()
@@ -239,7 +218,7 @@ class Scheduler:
         # 4 pack.
         if planned:
             return self._pack()
-        self._cancel_swaps()
+        self._preemption.cancel_swaps()
         return None
 
     def update(self, batch: Batch, output: StepOutput) -> Update:
@@ -271,57 +250,13 @@ class Scheduler:
             seq.group.status = SequenceStatus.FINISHED
             self._queue.remove(seq.group)
 
-    def _restart(self, group: SequenceGroup) -> None:
-        """Take a group's rows and blocks away; it computes again what it knows when it has its turn."""
-        release_rows(self._table.rows, self.block_manager.pools, self._table.of_group(group))
-        self._table.unload(group)
-        if group.status is SequenceStatus.RUNNING:
-            self._queue.push(group)
-        group.status = SequenceStatus.PREEMPTED
-
     def _make_way(self) -> None:
-        """Let the head of the queue enter at the cost of running groups of lower priority.
-
-        They are preempted from the end, if that makes enough room at all. Where rows are lacking, swapped
-        groups behind the head give theirs up.
-        """
+        """Preempt for the head of the queue if it goes before one that runs and cannot enter."""
         head = self._queue.head()
-        if head is None or self.config.policy == "fcfs":
-            return
-        fit, lower = self._fit(head), self._lower_rows(head)
-        if self._can_enter(fit):
-            return
-        table, manager = self._table, self.block_manager
-        behind = [group for group in self._queue if group is not head]
-        swapped = [group for group in behind if group.status is SequenceStatus.SWAPPED]
-        num_rows = len(table.free) + lower.size + sum(len(group.unfinished) for group in swapped)
-        if fit.num_rows > num_rows or fit.num_blocks > obtainable_blocks(manager.blocks, lower):
-            return
-        while lower.size:
-            lacks_rows = fit.num_rows > len(table.free)
-            kept = manager.watermark + self.num_running  # those that run may each take one in this step
-            if not lacks_rows and fit.num_blocks + kept <= manager.num_free:
-                return
-            costs = Costs(inf, 1.0) if lacks_rows else self._costs  # who is swapped keeps its rows
-            self._requeue([preempt_last(table.rows, manager.pools, costs)])
-            lower = self._lower_rows(head)
-        while fit.num_rows > len(table.free):
-            self._restart(swapped.pop())
-
-    def _cancel_swaps(self) -> None:
-        """Recompute who was to be swapped out: in a step that computes nothing, nothing can move either."""
-        for group in self._preempted:
-            if group.status is SequenceStatus.SWAPPED:
-                self._restart(group)
-        self.block_manager.moves.num[:] = 0
-
-    def _lower_rows(self, head: SequenceGroup | None) -> NDArray[np.int32]:
-        """Return the running rows of lower priority than the head."""
-        rows = self._table.rows
-        running = rows.running[: self.num_running]
-        if head is None or self.config.policy == "fcfs":
-            return running[:0]
-        return running[np.searchsorted(rows.at.priority[running], head.priority, side="right") :]
+        if head is not None and self.config.policy == "priority":
+            fit = self._admission.fit(head)
+            if fit.num_tokens > 0 and not self._admission.can_enter(fit):
+                self._preemption.make_way(head, fit)
 
     def _plan_running(self) -> int:
         """Plan the running rows, queue the groups preempted for it; return the tokens planned."""
@@ -330,12 +265,12 @@ class Scheduler:
             group = self._queue.head()
             is_scarce = self.num_running >= self._budget
             if group is not None and (is_scarce or self.config.policy == "priority"):
-                head = Head(self._admissible_tokens(group), group.priority)
-            limits = (self._budget, head, self._costs)
+                head = Head(self._admission.admissible_tokens(group), group.priority)
+            limits = (self._budget, head, self._preemption.costs)
             turns = self._turns(head) if is_scarce else _NO_TURNS
             rows, pools, swapped = self._table.rows, self.block_manager.pools, self._swapped
             planned, num_preempted = plan_running(rows, pools, turns, limits, swapped)
-            self._requeue(swapped[:num_preempted].tolist())
+            self._preemption.requeue(swapped[:num_preempted].tolist())
             # All whose turn it was have been preempted: the turn goes to the others.
             if planned or not num_preempted:
                 return planned
@@ -347,89 +282,22 @@ class Scheduler:
         last_turns = np.append(rows.at.last_scheduled[running], self._last_admission)
         return np.lexsort((last_turns, np.append(rows.at.priority[running], head.priority)))
 
-    def _requeue(self, swapped: list[bool]) -> None:
-        """Queue the groups that were taken out of `running`, the last one first."""
-        rows = self._table.rows
-        end = self.num_running
-        groups: list[SequenceGroup] = []
-        for is_swapped in reversed(swapped):  # the one preempted last stands first
-            group = self._table.by_row[rows.running[end]].group
-            end += len(group.unfinished)
-            group.status = SequenceStatus.SWAPPED if is_swapped else SequenceStatus.PREEMPTED
-            groups.append(group)
-        for group in groups:
-            if group.status is SequenceStatus.PREEMPTED:
-                self._table.unload(group)
-            group.num_preemptions += 1
-            self._queue.push(group)
-            self._preempted.append(group)
-
-    def _fit(self, group: SequenceGroup) -> _Fit:
-        """Return what a waiting group needs."""
-        manager, window = self.block_manager, self.config.sliding_window
-        if group.status is SequenceStatus.SWAPPED:
-            rows = self._table.of_group(group)
-            num_tokens, num_blocks = measure_swapped(self._table.rows, manager.pools, rows)
-            return _Fit(0, num_blocks, num_tokens, _NOT_CACHED, 0)
-        first, *others = group.unfinished
-        found = _NOT_CACHED
-        if group.params.prompt_logprobs is None:
-            salt = self._salts.number(group.cache_salts)
-            # Who forks from it needs the prompt's blocks, which its own output's might put out of the window.
-            sought = group.prompt_token_ids if others else first.token_ids
-            found = self._found[: lookup_prefix(manager.blocks.cache, sought, salt, self._found)]
-        num_known, num_prompt = len(first.token_ids), len(group.prompt_token_ids)
-        first_fork = num_prompt - 1 if others else num_known
-        blocks = manager.blocks
-        num_tokens, num_blocks, held = measure_prompt(blocks, num_known, first_fork, found, window)
-        shared = num_prompt // manager.block_size
-        for seq in others:
-            num_blocks += max(0, manager.blocks_for(len(seq.token_ids)) - shared)
-        return _Fit(len(others) + 1, num_blocks, num_tokens, found, held)
-
-    def _can_enter(self, fit: _Fit) -> bool:
-        # Alone a group may have the whole pool, which `check` has seen to hold it.
-        kept = self.block_manager.watermark if self.num_running > 0 else 0
-        has_blocks = fit.num_blocks + kept <= self.block_manager.num_free
-        return has_blocks and fit.num_rows <= len(self._table.free) and fit.num_tokens > 0
-
-    def _admissible_tokens(self, group: SequenceGroup) -> int:
-        """Return how many tokens a waiting group would compute, 0 if it cannot enter now."""
-        fit = self._fit(group)
-        return fit.num_tokens if self._can_enter(fit) else 0
-
     def _admit(self, budget: int) -> int:
         """Let waiting groups enter in order until one cannot; return the tokens planned for them."""
         left = budget
         while left:
             group = self._queue.head()
-            if group is None or group in self._preempted:
+            if group is None or group in self._preemption.preempted:
                 break
             if group.status is not SequenceStatus.SWAPPED and len(group.unfinished) > len(self._table.free):
                 break
-            fit = self._fit(group)
-            if not self._can_enter(fit):
+            fit = self._admission.fit(group)
+            if not self._admission.can_enter(fit):
                 break
             self._queue.remove(group)
-            left -= self._enter(group, fit, left)
+            left -= self._admission.enter(group, fit, left)
             self._last_admission = self._step + 1
         return budget - left
-
-    def _enter(self, group: SequenceGroup, fit: _Fit, budget: int) -> int:
-        """Let a group run that can; return the tokens planned for it."""
-        table, pools = self._table, self.block_manager.pools
-        if group.status is SequenceStatus.SWAPPED:
-            rows = table.of_group(group)
-            swap_in(pools, rows)
-        else:
-            rows = table.load(group, self._salts.number(group.cache_salts))
-            start_prompt(table.rows, pools.device, int(rows[0]), fit.found, fit.first)
-            if group.status is SequenceStatus.WAITING and group.params.prompt_logprobs is None:
-                group.num_cached_tokens = len(group.prompt_token_ids) - fit.num_tokens
-                self.counters[Counter.PREFIX_QUERIED_TOKENS] += len(group.prompt_token_ids)
-                self.counters[Counter.PREFIX_HIT_TOKENS] += group.num_cached_tokens
-        group.status = SequenceStatus.RUNNING
-        return enter(table.rows, pools, rows, budget)
 
     def _pack(self) -> Batch:
         """Pack the plan into the buffer whose turn it is and count it as in flight."""
@@ -453,13 +321,3 @@ class Scheduler:
         self.block_manager.check_invariants()
         check_rows(self._table, self.block_manager, len(self._in_flight))
         check_groups(self._table, self._queue)
-
-
-def _costs(config: SchedulerConfig) -> Costs:
-    """Return what preempting costs by the configuration's mode and model."""
-    if config.preemption_mode == "recompute":
-        return Costs(swap=inf, recompute=1.0)
-    if config.preemption_mode == "swap":
-        return Costs(swap=0.0, recompute=1.0)
-    seconds = 2 * config.block_bytes / config.swap_bandwidth
-    return Costs(swap=seconds, recompute=1 / config.prefill_rate)
