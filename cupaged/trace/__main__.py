@@ -71,15 +71,20 @@ def main(argv: list[str] | None = None) -> int:
                 file=sys.stderr,
             )
         segments = read_segments(recording)
+        changes = {f.name: getattr(args, f.name, None) for f in fields(SchedulerConfig)}
+        changes = {name: value for name, value in changes.items() if value is not None}
+        if args.command == "replay" and not changes and args.step_ms is None:
+            return _replay(segments, args)
+        if len(segments) > 1:
+            print(
+                f"a step failed and {len(segments)} schedulers followed one another: this is the first",
+                file=sys.stderr,
+            )
         if args.command == "view":
             size = write_page(segments[0], args.output, name=args.file.name)
             print(f"{args.output}: {size / 1e6:.2f} MB")
             return 0
-        changes = {f.name: getattr(args, f.name) for f in fields(SchedulerConfig)}
-        changes = {name: value for name, value in changes.items() if value is not None}
-        if changes or args.step_ms is not None:
-            return _simulate(segments[0], changes, args)
-        return _replay(segments, args)
+        return _simulate(segments[0], changes, args)
     except PlansDifferError as error:
         print(f"the plans differ: {error}", file=sys.stderr)
         return 1
@@ -108,8 +113,7 @@ def _replay(segments: list[Segment], args: argparse.Namespace) -> int:
 
 def _simulate(segment: Segment, changes: dict[str, Any], args: argparse.Namespace) -> int:
     """Run the requests under the recorded settings and with the changes, and print both."""
-    recorded = segment.config
-    changed = with_changes(recorded, changes)
+    recorded, changed = segment.config, with_changes(segment, changes)
     if args.step_ms is not None:
         model, origin = StepModel(args.step_ms / 1e3, args.token_us / 1e6, args.context_ns / 1e9), "given"
     else:
@@ -128,9 +132,22 @@ def _simulate(segment: Segment, changes: dict[str, Any], args: argparse.Namespac
     return 0
 
 
-def with_changes(config: SchedulerConfig, changes: dict[str, Any]) -> SchedulerConfig:
-    """Return the configuration with changes; another block size keeps the bytes of the pools."""
+def with_changes(segment: Segment, changes: dict[str, Any]) -> SchedulerConfig:
+    """Return the segment's configuration with changes; another block size keeps the bytes of the pools."""
+    config = segment.config
+    for name, value in changes.items():
+        least = 0 if name in ("num_host_blocks", "sliding_window") else 1
+        if isinstance(value, (int, float)) and not isinstance(value, bool) and value < least:
+            raise ValueError(f"--{name.replace('_', '-')} must be at least {least}, got {value}")
+    if changes.get("num_batches", 1) > 2:
+        raise ValueError(f"--num-batches must be 1 or 2, got {changes['num_batches']}")
     block_size = changes.get("block_size", config.block_size)
+    caches = changes.get("enable_prefix_caching", config.enable_prefix_caching)
+    if caches and block_size % segment.piece:
+        raise ValueError(
+            f"--block-size is {block_size} but the trace knows prefixes by {segment.piece} tokens; give a "
+            "multiple of that, or --no-enable-prefix-caching"
+        )
     kept = {
         "num_blocks": config.num_blocks * config.block_size // block_size,
         "num_host_blocks": config.num_host_blocks * config.block_size // block_size,

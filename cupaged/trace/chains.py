@@ -90,7 +90,7 @@ def siphash(key: NDArray[np.uint64], words: NDArray[np.uint64]) -> Any:
     return np.uint64(v0 ^ v1 ^ v2 ^ v3)
 
 
-@njit_inner
+@njit
 def hash_piece(key: NDArray[np.uint64], chain: NDArray[np.uint64], row: int, piece: NDArray[np.int32]) -> int:
     """Move a row's chain on by a whole piece; return its value."""
     words = np.empty(1 + piece.size, np.uint64)

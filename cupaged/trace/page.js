@@ -81,15 +81,13 @@ function prepare(canvas) {
   return {pen, width, height};
 }
 
+// How `number` cells, square or a little taller, fill a canvas.
 function gridOf(number, width, height) {
-  const pad = 8;
-  let cell = Math.min(46, Math.floor(Math.sqrt((width - 2 * pad) * (height - 2 * pad) / Math.max(number, 1))));
-  while (cell > 2) {
-    const columns = Math.floor((width - 2 * pad) / cell);
-    if (Math.ceil(number / columns) * cell <= height - 2 * pad) break;
-    cell--;
-  }
-  return {cell, pad, columns: Math.max(1, Math.floor((width - 2 * pad) / cell))};
+  const pad = 8, w = width - 2 * pad, h = height - 2 * pad;
+  let columns = Math.max(1, Math.ceil(Math.sqrt(number * w / h)));
+  if (w / columns > 46) columns = Math.min(number, Math.floor(w / 46)) || 1;
+  const cell = Math.min(46, w / columns), tall = Math.min(cell * 1.3, h / Math.max(1, Math.ceil(number / columns)));
+  return {cell, tall, pad, columns};
 }
 
 class View {
@@ -171,31 +169,35 @@ class View {
   drawPool(id, from, to) {
     const {pen, width, height} = prepare($(id));
     const grid = this.grids[id] = {...gridOf(to - from, width, height), from, to};
-    const {cell, pad, columns} = grid, gap = cell > 5 ? 1 : cell > 3 ? 0.5 : 0, size = cell - gap;
-    const place = block => [pad + (block - from) % columns * cell, pad + Math.floor((block - from) / columns) * cell];
+    const {cell, tall, pad, columns} = grid, least = Math.min(cell, tall), gap = least > 3 ? 1 : 0;
+    const place = block => { // whole pixels, so that gaps are even
+      const column = (block - from) % columns, row = Math.floor((block - from) / columns);
+      const x = Math.round(pad + column * cell), y = Math.round(pad + row * tall);
+      return [x, y, Math.round(pad + (column + 1) * cell) - x - gap, Math.round(pad + (row + 1) * tall) - y - gap];
+    };
     pen.textAlign = "center";
     pen.textBaseline = "middle";
-    pen.font = `600 ${Math.round(cell * 0.42)}px system-ui, sans-serif`;
+    pen.font = `600 ${Math.round(least * 0.42)}px system-ui, sans-serif`;
     for (let block = from; block < to; block++) {
       const word = this.words[block], state = stateOf(word), references = referencesOf(word);
-      const [x, y] = place(block);
+      const [x, y, w, h] = place(block);
       pen.globalAlpha = this.chosen >= 0 && state !== FREE && ownerOf(word) !== this.chosen ? 0.16 : 1;
       pen.fillStyle = this.color(ownerOf(word), state);
-      pen.fillRect(x, y, size, size);
+      pen.fillRect(x, y, w, h);
       if (references > 1) {
         pen.fillStyle = this.colors.ring;
-        if (cell >= 18) pen.fillText(references, x + size / 2, y + size / 2 + 1);
-        else pen.fillRect(x + size * 0.3, y + size * 0.3, size * 0.4, size * 0.4);
+        if (least >= 18) pen.fillText(references, x + w / 2, y + h / 2 + 1);
+        else pen.fillRect(x + w * 0.3, y + h * 0.3, w * 0.4, h * 0.4);
       }
     }
     pen.globalAlpha = 1;
-    const ring = Math.max(1.2, Math.min(3, cell * 0.16));
+    const ring = Math.max(1.2, Math.min(3, least * 0.16));
     pen.lineWidth = ring;
     for (const [what, block] of this.happened) {
       if (block < from || block >= to) continue;
-      const [x, y] = place(block);
+      const [x, y, w, h] = place(block);
       pen.strokeStyle = HAPPENED[what][1];
-      pen.strokeRect(x + ring / 2, y + ring / 2, size - ring, size - ring);
+      pen.strokeRect(x + ring / 2, y + ring / 2, w - ring, h - ring);
     }
   }
 
@@ -362,8 +364,8 @@ class View {
   }
 
   blockAt(id, event) {
-    const {cell, pad, columns, from, to} = this.grids[id];
-    const column = Math.floor((event.offsetX - pad) / cell), row = Math.floor((event.offsetY - pad) / cell);
+    const {cell, tall, pad, columns, from, to} = this.grids[id];
+    const column = Math.floor((event.offsetX - pad) / cell), row = Math.floor((event.offsetY - pad) / tall);
     const block = from + row * columns + column;
     return column >= 0 && column < columns && row >= 0 && block < to ? block : -1;
   }

@@ -78,7 +78,7 @@ def put_table(
     return at
 
 
-@njit_inner
+@njit
 def put_seqs(state: PlanState, a: BatchArrays, num_seqs: int, out: NDArray[np.uint8], at: int) -> int:
     """Write each sequence that is not as foretold: how many before it were, a mask, what it masks."""
     row_after, columns, tables, ends = state.row_after, state.columns, state.tables, state.table_ends

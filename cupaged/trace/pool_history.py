@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from cupaged.batch import Batch
 from cupaged.scheduler.allocator import Blocks
 from cupaged.scheduler.counters import Counter
+from cupaged.scheduler.prefix_cache import NO_ENTRY
 from cupaged.scheduler.scheduler import Scheduler
 from cupaged.trace.records import Kind
 from cupaged.trace.replay import Event, replay
@@ -66,25 +67,31 @@ class _Pool:
 
     def __init__(self, blocks: Blocks) -> None:
         self.blocks = blocks
-        self.owner = np.zeros(blocks.ref_count.size, np.int64)  # arrival of who held it last
-        self.state = np.zeros(blocks.ref_count.size, np.int64)
+        self.references = blocks.at.ref_count[:-1]  # [total], a view
+        self.owner = np.zeros(self.references.size, np.int64)  # arrival of who held it last
+        self.state = np.zeros(self.references.size, np.int64)
         self._index = np.arange(blocks.block_tables.shape[1])
+
+    def is_entry(self) -> NDArray[np.bool_]:
+        """Return which blocks may be found by their content."""
+        if not self.blocks.cache.at.size:
+            return np.zeros(self.references.size, np.bool_)
+        return np.array(self.blocks.cache.at.serial != NO_ENTRY)
 
     def look(self, arrivals: NDArray[np.int64]) -> None:
         """Take over what the blocks are now; `arrivals` are those of the rows' groups."""
         blocks = self.blocks
-        rows = np.flatnonzero(blocks.num_blocks)
-        first, end = blocks.first_block[rows, None], blocks.num_blocks[rows, None]
+        rows = np.flatnonzero(blocks.held.num_blocks)
+        first, end = blocks.held.first_block[rows, None], blocks.held.num_blocks[rows, None]
         held = (self._index >= first) & (self._index < end)
         places = np.nonzero(held)
         self.owner[blocks.block_tables[rows[places[0]], places[1]]] = arrivals[rows[places[0]]]
-        self.state[:] = np.where(blocks.ref_count > 0, USED, FREE)
-        if blocks.cache.serials.size:
-            self.state[(blocks.cache.serials != 0) & (blocks.ref_count == 0)] = CACHED
+        unused = np.where(self.is_entry(), CACHED, FREE)
+        self.state[:] = np.where(self.references > 0, USED, unused)
 
     def words(self) -> NDArray[np.uint32]:
         """Return each block's number."""
-        return block_words(self.owner, self.state, self.blocks.ref_count)
+        return block_words(self.owner, self.state, self.references)
 
 
 class _Historian:
@@ -95,7 +102,7 @@ class _Historian:
         self._device = _Pool(scheduler.block_manager.blocks)
         self._host = _Pool(scheduler.block_manager.host_blocks)
         self._arrivals = np.zeros(segment.config.max_num_seqs, np.int64)  # by row
-        self._was_cached = np.zeros(segment.config.num_blocks, np.bool_)
+        self._was_cached = np.zeros(segment.config.num_blocks, np.bool_)  # before the plan
         self._admitted: set[int] = set()
         self._words = np.zeros(segment.config.num_blocks + segment.config.num_host_blocks, np.uint32)
         self._events: list[NDArray[np.uint32]] = []  # since the last frame
@@ -115,13 +122,12 @@ class _Historian:
         self._device.look(self._arrivals)
         self._host.look(self._arrivals)
         self._note_events(batch, event)
-        self._was_cached = self._device.state == CACHED
         if keeps:
             self._keep(batch, event.time, step)
 
-    def forget_cache(self) -> None:
-        """Nothing that was cached is evicted from now on."""
-        self._was_cached[:] = False
+    def look_back(self) -> None:
+        """Note which blocks are cached and held by nobody, for the next plan to evict."""
+        self._was_cached = self._device.is_entry() & (self._device.references == 0)
 
     def _note_events(self, batch: Batch, event: Event) -> None:
         num_blocks = self._device.owner.size
@@ -129,9 +135,7 @@ class _Historian:
         self._note(SWAPPED_IN, batch.swap_in[:, 1])
         self._note(SWAPPED_OUT, batch.swap_out[:, 0])
         self._note(SWAPPED_OUT, batch.swap_out[:, 1] + num_blocks)
-        serials = self._device.blocks.cache.serials
-        if serials.size:
-            self._note(EVICTED, np.flatnonzero(self._was_cached & (serials == 0)))
+        self._note(EVICTED, np.flatnonzero(self._was_cached & ~self._device.is_entry()))
         block_size = self._device.blocks.block_size
         for i, seq in enumerate(event.sequences):
             if seq.group.arrival not in self._admitted:
@@ -181,11 +185,10 @@ def read_history(segment: Segment, max_frames: int = MAX_FRAMES) -> PoolHistory:
     for event in replay(segment):
         if historian is None:
             historian = _Historian(segment, event.scheduler)
-        if event.kind == Kind.RESET_PREFIX_CACHE:
-            historian.forget_cache()
-        elif event.kind == Kind.PLAN:
+        if event.kind == Kind.PLAN:
             historian.follow(event, step, keeps=(step + 1) % every == 0 or step + 1 == num_steps)
             step += 1
+        historian.look_back()
     if historian is None or not historian.steps:
         raise ValueError("the trace has no step to show")
     blocks, words = (np.concatenate(part) for part in zip(*historian.changes, strict=True))

@@ -123,8 +123,11 @@ class _Replay:
 
     def _add(self, request: Request) -> None:
         group = request.create_group(self._segment.config.policy)
-        self._scheduler.add(group)
         recorded = request.fields["arrival"]
+        try:
+            self._scheduler.add(group)
+        except ValueError as error:
+            raise PlansDifferError(f"request {recorded} is refused now: {error}") from None
         if group.arrival != recorded:
             raise PlansDifferError(f"request {recorded} is the {group.arrival}th now")
         self._groups[group.arrival] = group

@@ -90,8 +90,8 @@ class _Simulation:
                 self._step()
             else:
                 times = [request.time for request in self._arrivals] + [abort[0] for abort in self._aborts]
-                assert times, "requests wait and none of them can run"
-                self._now = max(self._now, min(times))
+                assert times or not self._scheduler.has_unfinished(), "requests wait and none of them can run"
+                self._now = max(self._now, min(times, default=0.0))
         return self._finish()
 
     def _arrive(self) -> None:
@@ -110,7 +110,7 @@ class _Simulation:
             self._outcome.num_prompt_tokens += len(group.prompt_token_ids)
             for seq, output in zip(group.sequences, request.outputs, strict=True):
                 if output.ended_from_outside and output.length == 0 and not group.is_beam:
-                    heappush(self._aborts, (output.end_time, group.arrival, seq.index, seq))
+                    heappush(self._aborts, (request.time + output.lifetime, group.arrival, seq.index, seq))
         while self._aborts and self._aborts[0][0] <= self._now:
             seq = heappop(self._aborts)[-1]
             self._scheduler.finish(seq, FinishReason.ABORT)

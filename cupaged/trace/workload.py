@@ -33,7 +33,7 @@ class Output:
     length: int = 0  # tokens; 0 while the trace does not tell
     reason: FinishReason | None = None  # None: it had not ended when the trace did
     ended_from_outside: bool = False  # by a stop string, an abort, the beam search
-    end_time: float = 0.0  # seconds
+    lifetime: float = 0.0  # seconds from arrival to its end
 
 
 class Continuation(NamedTuple):
@@ -210,9 +210,10 @@ class _Reader:
             yield arrival, index, self._names.id(value, self._segment.with_text)
 
     def _end(self, arrival: int, index: int, reason: int, length: int, *, from_outside: bool) -> None:
-        output = self._segment.requests[arrival].outputs[index]
+        request = self._segment.requests[arrival]
+        output = request.outputs[index]
         output.reason, output.length, output.ended_from_outside = FinishReason(reason), length, from_outside
-        output.end_time = self._time / 1e6
+        output.lifetime = self._time / 1e6 - request.time
 
     def _read_step(self) -> None:
         planned, counts = self._planned.pop(0)

@@ -69,19 +69,20 @@ def make_groups(seed: int, number: int) -> list[SequenceGroup]:
     return groups
 
 
-def sample(batch: Batch) -> StepOutput:
+def sample(batch: Batch, ends_every: int) -> StepOutput:
     """Return tokens that depend on position and sequence: some of them end it."""
     samples = (batch.flags & int(Flag.SAMPLES)) != 0
     token_ids = (batch.seq_lens * 31 + batch.group_index * 17 + batch.seed[:, 0] % 101) % VOCAB_SIZE
-    token_ids[(batch.seq_lens * 7 + batch.seed[:, 1]) % 11 == 0] = STOP_ID
+    token_ids[(batch.seq_lens * 7 + batch.seed[:, 1]) % ends_every == 0] = STOP_ID
     return StepOutput(token_ids.astype(np.int32).reshape(-1, 1), samples.astype(np.int32))
 
 
 class Run:
     """Drives a scheduler as an engine does: steps in flight, stop strings, aborts, beams."""
 
-    def __init__(self, scheduler: Scheduler, seed: int) -> None:
+    def __init__(self, scheduler: Scheduler, seed: int, *, ends_every: int = 11) -> None:
         self.scheduler = scheduler
+        self.ends_every = ends_every  # a stop token after about so many; a stop string, an abort less often
         self.rng = np.random.default_rng(seed)
         self.in_flight: deque[Batch] = deque()
         self.groups: list[SequenceGroup] = []
@@ -107,16 +108,16 @@ class Run:
         if not self.in_flight:
             return
         batch = self.in_flight.popleft()
-        update = self.scheduler.update(batch, sample(batch))
+        update = self.scheduler.update(batch, sample(batch, self.ends_every))
         for i, seq in enumerate(update.sequences):
             if seq is None or seq.finish_reason is not None:
                 continue
             if seq.group.is_beam:
                 if batch.flags[i] & Flag.SAMPLES:
                     self._continue(seq.group, seq.index)
-            elif update.num_tokens[i] and self.rng.integers(0, 30) == 0:
+            elif update.num_tokens[i] and self.rng.integers(0, 2 * self.ends_every) == 0:
                 self.scheduler.finish(seq, FinishReason.STOP)  # a stop string
-        if self.rng.integers(0, 25) == 0:
+        if self.rng.integers(0, 3 * self.ends_every) == 0:
             unfinished = [group for group in self.groups if group.unfinished]
             if unfinished:
                 self.scheduler.finish_group(unfinished[-1], FinishReason.ABORT)

@@ -1,0 +1,110 @@
+"""The commands: what they print, and what their exit codes say."""
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from cupaged.trace.__main__ import main
+from tests.trace.runs import record, small_config
+
+
+@pytest.fixture(scope="module")
+def trace(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("trace") / "a.trace"
+    record(path, small_config(num_blocks=14), seed=1)
+    return path
+
+
+def test_replay_says_that_plans_are_the_same(trace: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["replay", str(trace)]) == 0
+
+    assert re.match(r"\d+ requests, \d+ steps: every plan is the same, bit for bit", capsys.readouterr().out)
+
+
+def test_replay_with_settings_prints_both(trace: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    given = ["--step-ms", "5", "--token-us", "100", "--context-ns", "0"]
+
+    assert main(["replay", str(trace), "--num-blocks", "100", "--no-enable-prefix-caching", *given]) == 0
+
+    out = capsys.readouterr().out
+    assert "changed: num_blocks 14 -> 100, enable_prefix_caching True -> False" in out
+    assert "a step takes 5 ms + 100 us a token + 0 ns a token of context (given)" in out
+    (preemptions,) = [line.split() for line in out.splitlines() if line.startswith("preemptions ")]
+    assert int(preemptions[1]) > 0 == int(preemptions[2])
+
+
+def test_replay_fits_a_model_to_the_traces_steps(trace: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["replay", str(trace), "--policy", "fcfs", "--json"]) == 0
+
+    found = json.loads(capsys.readouterr().out)
+    assert found["model"]["per_step"] + found["model"]["per_token"] + found["model"]["per_context"] > 0
+    assert found["recorded"]["requests finished"] == found["changed"]["requests finished"] > 20
+
+
+def test_another_block_size_keeps_the_pools_bytes(trace: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["replay", str(trace), "--block-size", "8"]) == 0
+
+    changed = capsys.readouterr().out.splitlines()[0]
+    assert "num_blocks 14 -> 7, block_size 4 -> 8" in changed
+    assert "block_bytes 1000 -> 2000" in changed
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--block-size", "6"], "knows prefixes by 4 tokens; give a multiple"),
+        (["--num-blocks", "0"], "--num-blocks must be at least 1, got 0"),
+        (["--num-batches", "3"], "--num-batches must be 1 or 2, got 3"),
+        (["--num-blocks", "3"], "max_model_len is 48 but the KV cache holds 12 tokens"),
+    ],
+)
+def test_settings_that_cannot_be_are_refused(
+    trace: Path, capsys: pytest.CaptureFixture[str], options: list[str], message: str
+) -> None:
+    assert main(["replay", str(trace), *options]) == 2
+
+    assert message in capsys.readouterr().err
+
+
+def test_half_a_model_is_refused(trace: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["replay", str(trace), "--step-ms", "5"])
+
+    assert "together" in capsys.readouterr().err
+
+
+def test_a_file_that_ends_early_is_replayed_and_it_is_said(
+    trace: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "cut.trace").write_bytes(trace.read_bytes()[:-3])
+
+    assert main(["replay", str(tmp_path / "cut.trace")]) == 0
+
+    assert "ends within a record: its last" in capsys.readouterr().err
+
+
+def test_plans_that_differ_are_exit_code_1(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    trace, other = tmp_path / "a.trace", tmp_path / "other.trace"
+    record(trace, small_config(num_blocks=25), seed=1, number=10)
+    record(other, small_config(num_blocks=24), seed=1, number=10)
+    data, records = trace.read_bytes(), other.read_bytes()
+    start, end = (d.index(b"}}") + 6 for d in (data, records))  # behind the configuration and its checksum
+    other.write_bytes(data[:start] + records[end:])
+
+    assert main(["replay", str(other)]) == 1
+
+    assert "the plans differ: step " in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", [["replay", "FILE"], ["view", "FILE", "-o", "page.html"]])
+def test_what_is_no_trace_is_exit_code_2(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], command: list[str]
+) -> None:
+    (tmp_path / "a.trace").write_bytes(b"hello")
+    command = [str(tmp_path / "a.trace") if word == "FILE" else word for word in command]
+
+    assert main(command) == 2
+
+    assert "is no trace of this version" in capsys.readouterr().err
