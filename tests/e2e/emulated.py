@@ -11,6 +11,7 @@ from cupaged.worker.executor import UniprocExecutor
 from tests.cuda_on_cpu.gpu import EmulatedGpu
 
 MEMORY = 1 << 30  # bytes, enough for what is kept back for the driver; the host has what is allocated
+RATES = {"swap_bandwidth": 50e9, "prefill_rate": 1e4}  # given: what the emulator takes hangs on the machine
 
 
 def create_emulated(
@@ -34,7 +35,7 @@ def create_engine(
     """Return an engine whose emulated GPU refuses to make anything new on a step's path."""
     gpu = gpu or EmulatedGpu(memory=MEMORY)
     create_backend = partial(create_emulated, gpu=gpu, backend_class=backend_class)
-    config = EngineConfig.create(model_dir, **options)
+    config = EngineConfig.create(model_dir, **RATES | options)
     engine = LLMEngine(config, create_executor=partial(UniprocExecutor, create_backend=create_backend))
     gpu.freeze()
     return engine

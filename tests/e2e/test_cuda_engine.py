@@ -56,6 +56,20 @@ def test_memory_is_the_plans_to_the_byte_and_goes_back(clear_dir: Path, expected
         assert gpu.pinned_bytes == 0
 
 
+def test_rates_of_swaps_and_recomputes_are_measured_at_load_and_nothing_is_lost(
+    clear_dir: Path, expected: list[list[int]]
+) -> None:
+    gpu = EmulatedGpu(memory=MEMORY)
+    engine = create_engine(clear_dir, gpu=gpu, swap_bandwidth=None, prefill_rate=None, **OPTIONS)
+
+    rates = engine.executor.swap_rates
+
+    assert rates.bandwidth > 1e6
+    assert rates.prefill_rate > 1
+    assert gpu.num_to_host > engine.executor.plan.num_host_blocks
+    assert generate(engine) == expected
+
+
 def test_load_that_is_interrupted_waits_for_copies_before_their_memory_goes(
     clear_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
