@@ -1,85 +1,4 @@
-"use strict";
-// The page of `python -m cupaged.trace view`. A frame is what a step's plan leaves; words and events are packed as
-// pool_history.py says. Frames are differences: every KEY_EVERY-th state is kept whole, so that any is near.
-
-const FREE = 0, CACHED = 1, USED = 2;
-const HAPPENED = [
-  ["prefix hit", "#ffd166"],
-  ["copied on write", "#c77dff"],
-  ["swapped in", "#4cc9f0"],
-  ["swapped out", "#f8961e"],
-  ["evicted", "#ef476f"],
-];
-const KEY_EVERY = 32;
-
-const stateOf = word => (word >>> 10) & 3;
-const ownerOf = word => word >>> 12;
-const referencesOf = word => word & 1023;
-
-class History {
-  constructor(data, buffer) {
-    this.config = data.config;
-    this.requests = data.requests;
-    let offset = 0;
-    for (const [name, size, kind] of data.arrays) {
-      this[name] = kind === "u" ? new Uint32Array(buffer, offset, size) : new Float32Array(buffer, offset, size);
-      offset += 4 * size;
-    }
-    this.numFrames = this.steps.length;
-    this.numDevice = data.config.num_blocks;
-    this.numBlocks = data.config.num_blocks + data.config.num_host_blocks;
-    const all = this.series;
-    this.series = {};
-    data.series.forEach((name, i) => {
-      this.series[name] = all.subarray(i * this.numFrames, (i + 1) * this.numFrames);
-    });
-    this.keys = [];
-    const words = new Uint32Array(this.numBlocks);
-    for (let frame = 0; frame < this.numFrames; frame++) {
-      this.apply(words, frame);
-      if (frame % KEY_EVERY === 0) this.keys.push(words.slice());
-    }
-  }
-
-  apply(words, frame) {
-    for (let i = this.change_start[frame]; i < this.change_start[frame + 1]; i++)
-      words[this.change_block[i]] = this.change_word[i];
-  }
-
-  wordsAt(frame) {
-    const key = Math.floor(frame / KEY_EVERY);
-    const words = this.keys[key].slice();
-    for (let f = key * KEY_EVERY + 1; f <= frame; f++) this.apply(words, f);
-    return words;
-  }
-
-  eventsAt(frame) {
-    const found = [];
-    for (let i = this.event_start[frame]; i < this.event_start[frame + 1]; i++)
-      found.push([this.events[i] >>> 28, this.events[i] & 0xfffffff]);
-    return found;
-  }
-}
-
-async function unpack(text) {
-  const bytes = Uint8Array.from(atob(text), c => c.charCodeAt(0));
-  const stream = new Blob([bytes]).stream().pipeThrough(new DecompressionStream("deflate"));
-  return new Response(stream).arrayBuffer();
-}
-
-// Drawing.
-
-const $ = id => document.getElementById(id);
-const css = name => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
-
-function prepare(canvas) {
-  const ratio = window.devicePixelRatio || 1, width = canvas.clientWidth, height = canvas.clientHeight;
-  canvas.width = Math.max(1, Math.round(width * ratio));
-  canvas.height = Math.max(1, Math.round(height * ratio));
-  const pen = canvas.getContext("2d");
-  pen.setTransform(ratio, 0, 0, ratio, 0, 0);
-  return {pen, width, height};
-}
+// The pools at a frame, what is said of it, and what a user may do.
 
 // How `number` cells, square or a little taller, fill a canvas.
 function gridOf(number, width, height) {
@@ -97,7 +16,6 @@ class View {
     this.chosen = -1; // arrival of the request that is followed
     this.timer = 0;
     this.grids = {};
-    this.charts = [];
     $("name").textContent = name;
     $("slider").max = history.numFrames - 1;
     $("host-part").hidden = history.config.num_host_blocks === 0;
@@ -150,7 +68,7 @@ class View {
       sat: css("--sat"), ring: css("--ring"), line: css("--line"), soft: css("--soft"), text: css("--text"),
       accent: css("--accent")};
     this.showLegend();
-    this.charts = [this.drawUse(), this.drawQueue(), this.drawHappened()];
+    this.charts = new Charts(this.history, this.colors);
     this.show(this.frame);
   }
 
@@ -161,7 +79,7 @@ class View {
     $("slider").value = this.frame;
     this.drawPool("device", 0, this.history.numDevice);
     if (this.history.config.num_host_blocks) this.drawPool("host", this.history.numDevice, this.history.numBlocks);
-    this.charts.forEach(chart => this.drawCursor(chart));
+    this.charts.show(this.frame);
     this.showFacts();
     document.body.dataset.frame = this.frame;
   }
@@ -238,104 +156,6 @@ class View {
       item.onclick = () => this.choose(owner);
       return item;
     }));
-  }
-
-  // Charts: drawn once a size, then copied under the cursor.
-
-  chart(id, most, draw) {
-    const canvas = $(id), {pen, width, height} = prepare(canvas);
-    const x = f => 6 + (width - 12) * (this.history.numFrames > 1 ? f / (this.history.numFrames - 1) : 0.5);
-    const y = value => height - 4 - (height - 10) * value / Math.max(most, 1e-9);
-    pen.strokeStyle = this.colors.line;
-    for (const share of [0, 0.5, 1]) pen.strokeRect(6, y(most * share), width - 12, 0);
-    draw(pen, x, y);
-    pen.fillStyle = this.colors.soft;
-    pen.font = "10px system-ui, sans-serif";
-    pen.fillText(most.toLocaleString("en"), 9, y(most) + 10);
-    const picture = document.createElement("canvas");
-    picture.width = canvas.width;
-    picture.height = canvas.height;
-    picture.getContext("2d").drawImage(canvas, 0, 0);
-    return {canvas, picture, x, width, height};
-  }
-
-  area(pen, x, y, values, color, base) {
-    pen.beginPath();
-    const last = this.history.numFrames - 1;
-    for (let f = 0; f <= last; f++) pen.lineTo(x(f), y(values[f] + (base ? base[f] : 0)));
-    for (let f = last; f >= 0; f--) pen.lineTo(x(f), y(base ? base[f] : 0));
-    pen.fillStyle = color;
-    pen.fill();
-  }
-
-  line(pen, x, y, values, color) {
-    pen.beginPath();
-    for (let f = 0; f < this.history.numFrames; f++) pen.lineTo(x(f), y(values[f]));
-    pen.strokeStyle = color;
-    pen.lineWidth = 1.4;
-    pen.stroke();
-    pen.lineWidth = 1;
-  }
-
-  title(id, parts) {
-    $(id).replaceChildren(...parts.flatMap(([text, color], i) => {
-      const item = document.createElement("i");
-      item.textContent = text;
-      item.style.color = color;
-      return i ? [" · ", item] : [item];
-    }));
-  }
-
-  drawUse() {
-    const {series, config} = this.history, slots = series.stored.map(n => n / config.block_size);
-    this.title("use-title", [["blocks in use", this.colors.accent], ["cached", this.colors.soft], ["full of tokens", "#4dd4ac"]]);
-    return this.chart("use", config.num_blocks, (pen, x, y) => {
-      this.area(pen, x, y, series.used, `${this.colors.accent}77`);
-      this.area(pen, x, y, series.cached, `${this.colors.soft}55`, series.used);
-      this.line(pen, x, y, slots, "#4dd4ac");
-    });
-  }
-
-  drawQueue() {
-    const {series} = this.history, most = Math.max(1, ...series.running, ...series.waiting);
-    this.title("queue-title", [["sequences running", this.colors.accent], ["requests waiting", "#f8961e"], ["preemptions", "#ef476f"]]);
-    return this.chart("queue", most, (pen, x, y) => {
-      this.area(pen, x, y, series.running, `${this.colors.accent}55`);
-      this.line(pen, x, y, series.waiting, "#f8961e");
-      pen.fillStyle = "#ef476f";
-      for (let f = 0; f < this.history.numFrames; f++)
-        if (series.preemptions[f] > (f ? series.preemptions[f - 1] : 0)) pen.fillRect(x(f) - 0.75, y(most), 1.5, 7);
-    });
-  }
-
-  drawHappened() {
-    const {numFrames} = this.history, counts = HAPPENED.map(() => new Float32Array(numFrames));
-    for (let f = 0; f < numFrames; f++) for (const [what] of this.history.eventsAt(f)) counts[what][f]++;
-    const sums = counts[0].map((_, f) => counts.reduce((sum, c) => sum + c[f], 0));
-    this.title("event-title", HAPPENED);
-    return this.chart("happened", Math.max(1, ...sums), (pen, x, y) => {
-      const width = Math.max(1, x(1) - x(0) - 0.5);
-      for (let f = 0; f < numFrames; f++) {
-        let below = 0;
-        counts.forEach((count, what) => {
-          if (!count[f]) return;
-          pen.fillStyle = HAPPENED[what][1];
-          pen.fillRect(x(f) - width / 2, y(below + count[f]), width, y(below) - y(below + count[f]));
-          below += count[f];
-        });
-      }
-    });
-  }
-
-  drawCursor({canvas, picture, x, height}) {
-    const pen = canvas.getContext("2d");
-    pen.save();
-    pen.setTransform(1, 0, 0, 1, 0, 0);
-    pen.clearRect(0, 0, canvas.width, canvas.height);
-    pen.drawImage(picture, 0, 0);
-    pen.restore();
-    pen.fillStyle = this.colors.text;
-    pen.fillRect(x(this.frame) - 0.75, 0, 1.5, height);
   }
 
   // What the user does.

@@ -11,6 +11,7 @@ from cupaged.trace.pool_history import SERIES, PoolHistory, read_history
 from cupaged.trace.workload import Segment
 
 _FOLDER = Path(__file__).parent
+_PARTS = ("page.css", "page_history.js", "page_charts.js", "page.js")  # of page.html
 
 
 def page_data(segment: Segment, history: PoolHistory, name: str) -> dict[str, Any]:
@@ -39,11 +40,9 @@ def write_page(segment: Segment, path: Path, *, name: str) -> int:
     """Write the page and return its bytes; PlansDifferError or ValueError if the trace cannot be shown."""
     data = json.dumps(page_data(segment, read_history(segment), name), separators=(",", ":"))
     page = (_FOLDER / "page.html").read_text(encoding="utf-8")
-    parts = {
-        "/* page.css */": (_FOLDER / "page.css").read_text(encoding="utf-8"),
-        "/* page.js */": (_FOLDER / "page.js").read_text(encoding="utf-8"),
-        "/* data */": data.replace("<", "\\u003c"),  # a file's name cannot end the script
-    }
-    for mark, text in parts.items():
-        page = page.replace(mark, text)
+    for part_name in _PARTS:
+        part = (_FOLDER / part_name).read_text(encoding="utf-8")
+        page = page.replace(f"/* {part_name} */", part)
+    # A "<" in the data could end the script that they stand in.
+    page = page.replace("/* data */", data.replace("<", "\\u003c"))
     return path.write_text(page, encoding="utf-8")
