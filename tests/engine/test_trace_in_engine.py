@@ -1,4 +1,4 @@
-"""LLMEngine with a trace: a busy run in a tiny pool is replayed; what is there already is not written over."""
+"""LLMEngine with a trace: a busy run in a tiny pool is replayed; what is there already stays."""
 
 from pathlib import Path
 
