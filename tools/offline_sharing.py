@@ -1,7 +1,8 @@
 """What shared KV blocks gain: in prompts that begin alike, and where one prompt has several outputs.
 
-Runs with and without are made in turn, and of each the one of median time counts. Every run begins with an
-empty prefix cache, so what is found was computed in that run.
+Runs with and without are made in turn, and of each the one of median time counts. Every run begins with a
+prefix cache that is empty but for the prefix, which a request before has left there, as in a service whose
+system prompt is older than its requests.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -31,8 +32,10 @@ def compare_prefixes(
     for length in lengths:
         prefix = np.random.default_rng(seed + 1).integers(0, vocab_size, length).tolist()
         workload = own._replace(prompts=[prefix + prompt for prompt in own.prompts])
+        before = Workload([prefix], [2])
         found = _in_turn(
-            {"cache on": partial(run_fresh, on, workload), "cache off": partial(run, off, workload)}, repeat
+            {"cache on": partial(run_fresh, on, workload, before), "cache off": partial(run, off, workload)},
+            repeat,
         )
         table[str(length)] = _report(
             f"{num_requests} prompts, {length} tokens shared", found, "cache on", "cache off"
@@ -72,9 +75,11 @@ def compare_sampling(
     }
 
 
-def run_fresh(engine: LLMEngine, workload: Workload) -> Result:
-    """Run with nothing in the prefix cache."""
+def run_fresh(engine: LLMEngine, workload: Workload, before: Workload | None = None) -> Result:
+    """Run with nothing in the prefix cache but what `before` leaves there."""
     engine.reset_prefix_cache()
+    if before is not None:
+        run(engine, before)
     return run(engine, workload)
 
 

@@ -65,8 +65,8 @@ def test_a_prefix_that_all_share_is_stored_once(create_engine: CreateEngine) -> 
     assert found.keys() == {"64", "96"}
     for row in found.values():
         assert row["speedup"] > 0
-        assert row["memory_saved"] > 0.3
-        assert row["shared_blocks"] > 0.2
+        assert row["memory_saved"] > 0.4
+        assert row["shared_blocks"] > 0.3
 
 
 def test_outputs_of_one_request_share_its_prompt(create_engine: CreateEngine) -> None:
