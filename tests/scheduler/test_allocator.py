@@ -142,6 +142,9 @@ def test_moved_tables_share_what_they_shared_and_keep_holes() -> None:
     assert table(host, 0) == table(host, 1)[:3]
     assert sorted(pairs[:3, 1].tolist()) == sorted(table(host, 1)[1:])
     assert blocks.num.free[0] == 10
+    compiled.free(host, 0)
+    compiled.free(host, 1)
+    assert sorted(host.free[: host.num.free[0]].tolist()) == list(range(6))
 
 
 def test_beams_take_the_tables_of_their_parents() -> None:

@@ -74,6 +74,14 @@ class TestFork:
         harness.step()
         assert harness.scheduler.num_used_blocks == 3 + 4
 
+    def test_stored_tokens_are_counted_once(self) -> None:
+        harness = start(make_group(9, n=3))
+
+        harness.step()
+        assert harness.scheduler.num_stored_tokens == 9
+        harness.step()
+        assert harness.scheduler.num_stored_tokens == 8 + 2 + 1  # the copy of the first, and what two share
+
     def test_log_probabilities_of_the_prompt_come_once(self) -> None:
         group = make_group(9, n=3, params=SamplingParams(max_tokens=None, prompt_logprobs=0))
         harness = start(group)

@@ -76,6 +76,18 @@ class TestMode:
         assert_all_as_expected(harness, [other, group])
 
 
+class TestRecompute:
+    @pytest.mark.parametrize("max_in_flight", [1, 2])
+    def test_tax_is_what_is_computed_once_more(self, max_in_flight: int) -> None:
+        harness, groups = preempting(preemption_mode="recompute", max_in_flight=max_in_flight)
+
+        harness.run()
+
+        computed = sum(sum(step.values()) for step in harness.steps)
+        assert computed == 3 * (4 + 8 - 1) + count(harness, Event.RECOMPUTED_TOKENS)
+        assert_all_as_expected(harness, groups)
+
+
 class TestSwap:
     def test_nothing_is_computed_again(self) -> None:
         harness, groups = preempting(**SWAP)
