@@ -1,6 +1,6 @@
 """Load: a Scheduler kept full with made-up requests, and what each of its steps took; for bench_scheduler."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from time import perf_counter
 from typing import Any, NamedTuple
 
@@ -47,6 +47,7 @@ class Load:
         max_model_len: int = MAX_MODEL_LEN,
         width: int = 1,
         is_beam: bool = False,
+        create: Callable[[SchedulerConfig], Scheduler] = Scheduler,
         **options: Any,
     ) -> None:
         """Queue the first requests, each with `width` sequences; `options` are SchedulerConfig's."""
@@ -58,7 +59,7 @@ class Load:
             max_model_len=max_model_len,
             **options,
         )
-        self.scheduler = Scheduler(config)
+        self.scheduler = create(config)
         self.groups: list[SequenceGroup] = []  # so far, in order
         self._num_output, self._prompt_lengths = num_output, prompt_lengths
         self._width, self._is_beam = width, is_beam
