@@ -110,8 +110,8 @@ class SwapOrRecompute:
             [
                 "Paper: swap is bad at small blocks, equal from 16 to 64; recompute never costs 1.2 times "
                 "as much.",
-                "In 1 copy a block it differs: ours with all its layers is one piece of memory. In 80, a layer's "
-                "keys or values each, small blocks are as bad as the paper says.",
+                "In 1 copy a block it differs: ours with all its layers is one piece of memory. In 80, a "
+                "layer's keys or values each, small blocks are as bad as the paper says.",
             ],
         )
 
