@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 from matplotlib import pyplot
+from matplotlib.patches import Rectangle
 
 from tools.paper_figures import Figures
 from tools.paper_memory import NUM_SEQUENCES, PAPER_BATCHES, PAPER_SAVED, PAPER_SHARES
@@ -65,7 +66,7 @@ def draw_memory_share(figures: Figures, path: Path) -> None:
     panel.invert_yaxis()
     panel.set_xlim(0, 100)
     panel.set_xlabel("% of the KV memory (ShareGPT, requests always waiting)")
-    handles = [pyplot.Rectangle((0, 0), 1, 1, color=color) for color in SHARE_COLORS]
+    handles = [Rectangle((0, 0), 1, 1, color=color) for color in SHARE_COLORS]
     figure.legend(handles, SHARE_NAMES, loc="outside upper center", ncols=4, fontsize=8, frameon=False)
     _save(figure, path)
 
