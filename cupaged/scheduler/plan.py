@@ -249,12 +249,24 @@ def next_to_grow(rows: Rows, blocks: Blocks, first: int) -> int:
 
 
 @njit_inner
-def grow_groups(rows: Rows, pools: Pools, costs: Costs, swapped: NDArray[np.bool_]) -> int:
+def num_planned(rows: Rows, end: int) -> int:
+    """Return how many tokens are planned for running[:end]."""
+    planned = 0
+    for row in rows.running[:end]:
+        planned += rows.at[row].num_new
+    return int(planned)
+
+
+@njit_inner
+def grow_groups(
+    rows: Rows, pools: Pools, costs: Costs, is_in_flight: bool, swapped: NDArray[np.bool_]
+) -> int:
     """Give planned rows their blocks, group by group; preempt from the end, return how many groups.
 
     A group gets all that its rows need, or nothing: none is preempted that has taken blocks in this step, so
-    that no copy of this step is from or to a block that was given up in it. swapped[i] tells of the group
-    that was preempted i-th.
+    that no copy of this step is from or to a block that was given up in it. The last one that runs keeps what
+    it has and waits, if others are planned or in flight, who may give blocks back. swapped[i] tells of the
+    group that was preempted i-th.
     """
     blocks, running = pools.device, rows.running
     num_preempted = 0
@@ -262,13 +274,20 @@ def grow_groups(rows: Rows, pools: Pools, costs: Costs, swapped: NDArray[np.bool
     while first < rows.num_running[0]:
         end = group_end(rows, first)
         wanted = count_wanted(rows, blocks, running[first:end])
-        while wanted > num_available(blocks) and rows.num_running[0] > first:
+        while wanted > num_available(blocks) and rows.num_running[0] > end:
             swapped[num_preempted] = preempt_last(rows, pools, costs)
             num_preempted += 1
-        if rows.num_running[0] > first:
-            for i in range(first, end):
+        has_room = wanted <= num_available(blocks)
+        if not (has_room or is_in_flight or num_planned(rows, first) > 0):
+            swapped[num_preempted] = preempt_last(rows, pools, costs)
+            num_preempted += 1
+            break
+        for i in range(first, end):
+            if has_room:
                 take_blocks(rows, pools, running[i])
-            first = next_to_grow(rows, blocks, end)
+            else:
+                rows.at[running[i]].num_new = 0
+        first = next_to_grow(rows, blocks, end)
     return num_preempted
 
 
@@ -277,15 +296,16 @@ def plan_running(
     rows: Rows,
     pools: Pools,
     turns: NDArray[np.int64],
-    limits: tuple[int, Head, Costs],
+    limits: tuple[int, Head, Costs, bool],
     swapped: NDArray[np.bool_],
 ) -> tuple[int, int]:
     """Set num_new of the running rows and give them blocks; return (tokens planned, groups preempted).
 
-    limits = (budget, head, costs). `turns` orders [0, num_running], the head last in number, by last turn;
-    it is needed where num_running >= budget. swapped [num_rows] is as grow_groups has it.
+    limits = (budget, head, costs, whether a step is in flight). `turns` orders [0, num_running], the head
+    last in number, by last turn; it is needed where num_running >= budget. swapped [num_rows] is as
+    grow_groups has it.
     """
-    budget, head, costs = limits
+    budget, head, costs, is_in_flight = limits
     total, num_decodes = find_remaining(rows, rows.running[: rows.num_running[0]])
     others = head.num_tokens > 0 or total > num_decodes
     # Decodes that use up the budget would starve everybody else, or one another.
@@ -293,8 +313,5 @@ def plan_running(
         take_turns(rows, turns, budget, head.num_tokens)
     elif total > num_decodes:
         share_budget(rows, budget, num_decodes, head)
-    num_preempted = grow_groups(rows, pools, costs, swapped)
-    at, planned = rows.at, 0
-    for row in rows.running[: rows.num_running[0]]:
-        planned += at[row].num_new
-    return int(planned), num_preempted
+    num_preempted = grow_groups(rows, pools, costs, is_in_flight, swapped)
+    return num_planned(rows, rows.num_running[0]), num_preempted

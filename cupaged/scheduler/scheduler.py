@@ -266,7 +266,7 @@ class Scheduler:
             is_scarce = self.num_running >= self._budget
             if group is not None and (is_scarce or self.config.policy == "priority"):
                 head = Head(self._admission.admissible_tokens(group), group.priority)
-            limits = (self._budget, head, self._preemption.costs)
+            limits = (self._budget, head, self._preemption.costs, len(self._in_flight) > 0)
             turns = self._turns(head) if is_scarce else _NO_TURNS
             rows, pools, swapped = self._table.rows, self.block_manager.pools, self._swapped
             planned, num_preempted = plan_running(rows, pools, turns, limits, swapped)
