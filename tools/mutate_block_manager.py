@@ -38,6 +38,14 @@ TESTS = (
     "scheduler_properties",
     "liveness",
 )
+# An example that fails need not be made small.
+CONFTEST = """
+import hypothesis
+
+once = [hypothesis.Phase.generate]
+hypothesis.settings.register_profile("once", derandomize=True, deadline=None, database=None, phases=once)
+hypothesis.settings.load_profile("once")
+"""
 TIME_LIMIT = 600  # seconds, for all tests; a fault that makes a test run for ever is noticed
 
 
@@ -49,6 +57,7 @@ def copy_repository(target: Path) -> None:
             shutil.copytree(ROOT / name, target / name, symlinks=True, ignore=ignored)
         else:
             shutil.copy2(ROOT / name, target / name)
+    (target / "tests" / "scheduler" / "conftest.py").write_text(CONFTEST, encoding="utf-8")
 
 
 def first_failure(directory: Path) -> str:

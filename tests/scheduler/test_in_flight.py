@@ -76,7 +76,7 @@ class TestInFlight:
         harness.run()
         assert_all_as_expected(harness, groups)
 
-    def test_sequence_resumes_while_its_token_is_in_flight(self) -> None:
+    def test_last_group_waits_for_a_block_that_a_step_in_flight_may_give_back(self) -> None:
         old, young = make_group([1, 5, 6, 7], 5), make_group([2, 5, 6, 7], 8)
         harness = start(old, young, num_blocks=4, max_model_len=16)
         harness.schedule()
@@ -84,15 +84,17 @@ class TestInFlight:
             harness.schedule()
             harness.update()
         assert harness.schedule() is None  # old waits for its last token, young found no third block
-        harness.abort(old)
+        assert young.status is SequenceStatus.RUNNING
+        harness.update()
 
         batch = harness.schedule()
 
         assert batch is not None
-        assert batch.seq_lens.tolist() == [8]  # the ninth token is sampled anew
-        assert batch.flags.tolist() == [Flag.SAMPLES | Flag.RESET]
+        assert batch.seq_lens.tolist() == [9]
+        assert batch.flags.tolist() == [Flag.SAMPLES]
         harness.run()
-        assert_all_as_expected(harness, [young])
+        assert young.num_preemptions == 0
+        assert_all_as_expected(harness, [old, young])
 
     def test_step_after_the_stop_token_is_discarded(self) -> None:
         group = make_group(3, 8, stop=tuple(expected_output(make_group(3, 1))))

@@ -192,3 +192,26 @@ class TestPreemption:
 
         assert count(harness, Event.PREEMPTIONS) > 0
         assert_all_as_expected(harness, groups)
+
+    def test_last_group_waits_for_a_block_while_others_are_planned(self) -> None:
+        old, young = make_group([1] * 3, 9), make_group([2] * 4, 8)
+        harness = start(old, young, num_blocks=4, max_model_len=12)
+        for _ in range(5):
+            harness.step()  # young has 8 tokens in 2 blocks, old takes the 2 others
+
+        harness.step()
+
+        assert harness.steps[-1] == {old: 1}
+        assert young.status is SequenceStatus.RUNNING
+        assert harness.scheduler.num_used_blocks == 4
+        harness.run()
+        assert_all_as_expected(harness, [old, young])
+
+    def test_lone_group_that_finds_no_block_is_not_kept_waiting(self) -> None:
+        group = make_group([1] * 4, 12)
+        harness = start(group, num_blocks=4, max_model_len=16)
+
+        harness.run()
+
+        assert group.num_preemptions == 0
+        assert_all_as_expected(harness, [group])
