@@ -63,6 +63,7 @@ class Way:
     caches_prefixes: bool = False
     num_rounds: int = 1  # all requests come so often, each time after the last one's end
     num_sequences: int = 1  # of each request
+    interval: int = 0  # steps between two requests, of which each goes before those that are there
     happens: tuple[Counter, ...] = ()  # what must really have happened
 
 
@@ -72,6 +73,7 @@ WAYS = {
         num_blocks=NUM_BLOCKS,
         num_host_blocks=NUM_BLOCKS,
         preemption_mode="swap",
+        interval=1,
         happens=(Counter.SWAPPED_OUT_BLOCKS, Counter.SWAPPED_IN_BLOCKS),
     ),
     "cached": Way(
@@ -211,6 +213,7 @@ def _trace(
         max_num_seqs=len(PROMPT_LENGTHS),
         preemption_mode=way.preemption_mode,
         enable_prefix_caching=way.caches_prefixes,
+        scheduling_policy="priority" if way.interval else "fcfs",
         **options,
     )
     recorder = Recorder(create_backend(config, model.dtype))
@@ -247,13 +250,13 @@ class _Run:
         token_ids = np.full(num_samples, -1, np.int32)
         by_round = [np.split(each, way.num_rounds) for each in (logits, token_ids)]
         for round_logits, round_ids in zip(*by_round, strict=True):
-            self._run_round(way.num_sequences, round_logits, round_ids, lead)
+            self._run_round(way, round_logits, round_ids, lead)
         counters = self._scheduler.counters.copy()
         return Trace(logits, token_ids, self._num_chunks, self._num_mixed_steps, counters)
 
     def _run_round(
         self,
-        num_sequences: int,
+        way: Way,
         logits: NDArray[np.float32],
         token_ids: NDArray[np.int32],
         lead: Trace | None,
@@ -266,13 +269,17 @@ class _Run:
                 prompt_token_ids=prompt,
                 params=SamplingParams(temperature=0),
                 max_total_tokens=len(prompt) + OUTPUT_LENGTH,
-                num_sequences=num_sequences,
+                num_sequences=way.num_sequences,
+                priority=-i if way.interval else 0,
             )
             for i, prompt in enumerate(self._prompts)
         ]
-        for group in groups:
-            scheduler.add(group)
-        while scheduler.has_unfinished():
+        num_added = num_steps = 0
+        while num_added < len(groups) or scheduler.has_unfinished():
+            while num_added < len(groups) and num_added * way.interval <= num_steps:
+                scheduler.add(groups[num_added])
+                num_added += 1
+            num_steps += 1
             batch = scheduler.schedule()
             assert batch is not None, "nothing is in flight, so something can run"
             self._num_chunks += batch.num_seqs - batch.num_logits

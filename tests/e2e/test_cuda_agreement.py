@@ -32,7 +32,7 @@ def test_agrees_through_chunks_and_mixed_batches_in_every_way(tmp_path: Path, ca
     agreement = compare(lead, trace, tolerance(tmp_path))
     print(f"{case}, {way}: {agreement}")
     assert agreement.problems == []
-    assert trace.num_chunks >= 10
+    assert trace.num_chunks > 5
     assert trace.num_mixed_steps > 5
 
 
