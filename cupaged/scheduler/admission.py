@@ -54,11 +54,11 @@ class Admission:
         num_known, num_prompt = len(first.token_ids), len(group.prompt_token_ids)
         first_fork = num_prompt - 1 if others else num_known
         blocks = manager.blocks
-        num_tokens, num_blocks, held = measure_prompt(blocks, num_known, first_fork, found, window)
+        num_tokens, num_blocks, first_held = measure_prompt(blocks, num_known, first_fork, found, window)
         shared = num_prompt // manager.block_size
         for seq in others:
             num_blocks += max(0, manager.blocks_for(len(seq.token_ids)) - shared)
-        return Fit(len(others) + 1, num_blocks, num_tokens, found, held)
+        return Fit(len(others) + 1, num_blocks, num_tokens, found, first_held)
 
     def can_enter(self, fit: Fit) -> bool:
         """Return whether a group that needs this can enter now."""

@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cupaged.jit import njit, njit_inner
-from cupaged.scheduler.counters import Counter
+from cupaged.scheduler.counters import Counter, create_counters
 from cupaged.scheduler.prefix_cache import NO_ENTRY, PrefixCache, create_prefix_cache, remove_entry
 
 COPIED_BLOCKS = int(Counter.COPIED_BLOCKS)
@@ -83,7 +83,7 @@ def create_host_blocks(total: int, block_size: int, *, table_shape: tuple[int, i
         block_size,
         table_shape=table_shape,
         cache=create_prefix_cache(0, block_size, enabled=False),
-        counters=np.zeros(len(Counter), np.int64),
+        counters=create_counters(),
     )
 
 
@@ -270,6 +270,19 @@ def move_tables(source: Blocks, target: Blocks, rows: NDArray[np.int32], pairs: 
     for i in range(count):
         at[pairs[i, 0]].moved = -1
     return count
+
+
+@njit
+def free_evictable(blocks: Blocks) -> None:
+    """Put the evictable blocks, entries no more, on the stack, the one to be evicted first below."""
+    at, num, end = blocks.at, blocks.num[0], blocks.free.size
+    block = at[end].newer
+    while block != end:
+        blocks.free[num.free] = block
+        num.free += 1
+        block = at[block].newer
+    num.evictable = 0
+    at[end].newer = at[end].older = end
 
 
 @njit

@@ -7,7 +7,14 @@ shares, moves and frees tables; it knows rows, not sequences, and nothing of the
 import numpy as np
 from numpy.typing import NDArray
 
-from cupaged.scheduler.allocator import HOLE, Blocks, count_tokens, create_blocks, create_host_blocks
+from cupaged.scheduler.allocator import (
+    HOLE,
+    Blocks,
+    count_tokens,
+    create_blocks,
+    create_host_blocks,
+    free_evictable,
+)
 from cupaged.scheduler.plan import Pools, create_moves
 from cupaged.scheduler.prefix_cache import EMPTY, NO_ENTRY, create_prefix_cache
 from cupaged.scheduler.scheduler_config import SchedulerConfig
@@ -70,16 +77,9 @@ class BlockManager:
 
     def reset_prefix_cache(self) -> None:
         """Forget all entries; blocks in use stay with who holds them."""
-        blocks, end = self.blocks, self.total
-        while blocks.num[0].evictable > 0:
-            block = blocks.at[end].newer
-            blocks.at[end].newer = blocks.at[block].newer
-            blocks.free[blocks.num[0].free] = block
-            blocks.num[0].free += 1
-            blocks.num[0].evictable -= 1
-        blocks.at[end].older = end
-        blocks.cache.at.serial.fill(NO_ENTRY)
-        blocks.cache.slots.fill(EMPTY)
+        self.blocks.cache.at.serial.fill(NO_ENTRY)
+        self.blocks.cache.slots.fill(EMPTY)
+        free_evictable(self.blocks)
 
     def check_invariants(self) -> None:
         """Assert that in each pool free + evictable + used = total and tables explain every reference."""

@@ -209,13 +209,8 @@ def pack_tail(rows: Rows, sampling: SamplingRows, out: BatchArrays, begin: int) 
     A token in flight is not in its row's history; it is last_token[row] on the device.
     """
     step_rows, flags, output_position, tail = out.rows, out.flags, out.output_position, out.tail
-    banned, at = sampling.banned_token_ids, sampling.at
-    banned_start, history_start, tokens, num_tokens = (
-        out.banned_start,
-        out.history_start,
-        rows.tokens,
-        rows.at.num_tokens,
-    )
+    banned_start, history_start, tokens = out.banned_start, out.history_start, rows.tokens
+    num_tokens, banned, at = rows.at.num_tokens, sampling.banned_token_ids, sampling.at
     num_seqs = out.counts[NUM_SEQS]
     end = begin
     for i in range(num_seqs):

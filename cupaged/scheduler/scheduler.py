@@ -21,13 +21,7 @@ from cupaged.scheduler.invariants import check_groups, check_rows
 from cupaged.scheduler.pack import BatchBuffer, Packed, measure, pack_batch
 from cupaged.scheduler.plan import SWAP_IN, SWAP_OUT, Head, plan_running
 from cupaged.scheduler.preemption import Preemption
-from cupaged.scheduler.progress import (
-    StepRows,
-    advance,
-    apply_output,
-    release_rows,
-    reorder_beams,
-)
+from cupaged.scheduler.progress import StepRows, advance, apply_output, release_rows, reorder_beams
 from cupaged.scheduler.row_table import RowTable
 from cupaged.scheduler.scheduler_config import SchedulerConfig
 from cupaged.scheduler.state import NEVER, NO_SERIAL

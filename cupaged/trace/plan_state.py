@@ -36,8 +36,7 @@ class Column(IntEnum):
 
 
 NUM_COLUMNS = len(Column)
-COUNTS = tuple(range(len(Count)))  # the counts of a batch that a plan has
-CONTEXT = len(Count)  # behind them: the sum of seq_lens, the KV that the step reads at most
+CONTEXT = len(Count)  # behind a batch's counts: the sum of seq_lens, the KV that the step reads at most
 NUM_COUNTS = len(Count) + 1
 
 

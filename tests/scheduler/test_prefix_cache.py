@@ -190,6 +190,7 @@ class TestWhen:
         harness.run()
 
         assert count(harness, Event.PREEMPTIONS) > 0
+        assert [group.num_cached_tokens for group in groups] == [0, 0, 0]  # what counts is the first time
         assert_all_as_expected(harness, groups)
 
 
