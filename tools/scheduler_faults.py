@@ -134,19 +134,19 @@ FAULTS = (
         "    return int(",
     ),
     Fault(
-        "entry.py",
+        "enter.py",
         "found blocks that nobody holds count as free too",
         "        taken += blocks.at[found[i]].ref_count == 0\n",
         "        pass\n",
     ),
     Fault(
-        "entry.py",
+        "enter.py",
         "a prompt of which all is cached writes its last token",
         "    rows.at[row].num_stored_tokens = num_found * size\n",
         "    rows.at[row].num_stored_tokens = 0\n",
     ),
     Fault(
-        "entry.py",
+        "enter.py",
         "a group that returns runs behind all others",
         "        if (priority[other], arrival[other]) < (priority[row], arrival[row]):\n            break\n",
         "        break\n",

@@ -7,7 +7,7 @@ from numpy.typing import NDArray
 
 from cupaged.scheduler.block_manager import BlockManager
 from cupaged.scheduler.counters import Counter
-from cupaged.scheduler.entry import enter, measure_prompt, measure_swapped, start_prompt, swap_in
+from cupaged.scheduler.enter import enter, measure_prompt, measure_swapped, start_prompt, swap_in
 from cupaged.scheduler.prefix_cache import SaltIds, lookup_prefix
 from cupaged.scheduler.row_table import RowTable
 from cupaged.scheduler.scheduler_config import SchedulerConfig

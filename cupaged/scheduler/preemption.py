@@ -7,7 +7,7 @@ from numpy.typing import NDArray
 
 from cupaged.scheduler.admission import Fit
 from cupaged.scheduler.block_manager import BlockManager
-from cupaged.scheduler.entry import obtainable_blocks
+from cupaged.scheduler.enter import obtainable_blocks
 from cupaged.scheduler.group_queue import GroupQueue
 from cupaged.scheduler.plan import Costs, preempt_last
 from cupaged.scheduler.progress import release_rows

@@ -1,7 +1,7 @@
 """Scheduler: which sequences compute how many tokens in the next step, and what a finished step changes.
 
 It owns the queue, the rows and the block manager; it never touches a model or a device, and reads no clock.
-Loops over rows, tokens and blocks are njit in plan.py, entry.py, progress.py and pack.py; here a group costs
+Loops over rows, tokens and blocks are njit in plan.py, enter.py, progress.py and pack.py; here a group costs
 Python only when it enters or leaves.
 """
 
