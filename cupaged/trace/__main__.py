@@ -86,8 +86,10 @@ def main(argv: list[str] | None = None) -> int:
             return 0
         return _simulate(segments[0], changes, args)
     except PlansDifferError as error:
-        print(f"the plans differ: {error}", file=sys.stderr)
+        print(f"the plans differ: {error} (was it another version that recorded them?)", file=sys.stderr)
         return 1
+    except BrokenPipeError:
+        raise
     except (ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

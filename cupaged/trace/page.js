@@ -4,8 +4,8 @@
 function gridOf(number, width, height) {
   const pad = 8, w = width - 2 * pad, h = height - 2 * pad;
   let columns = Math.max(1, Math.ceil(Math.sqrt(number * w / h)));
-  if (w / columns > 46) columns = Math.min(number, Math.floor(w / 46)) || 1;
-  const cell = Math.min(46, w / columns), tall = Math.min(cell * 1.3, h / Math.max(1, Math.ceil(number / columns)));
+  if (w / columns > 60) columns = Math.min(number, Math.floor(w / 60)) || 1;
+  const cell = Math.min(60, w / columns), tall = Math.min(cell * 1.3, h / Math.max(1, Math.ceil(number / columns)));
   return {cell, tall, pad, columns};
 }
 

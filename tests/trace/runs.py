@@ -1,6 +1,7 @@
 """Runs to record: a scheduler under load, with an engine's habits and a model that is a pure function."""
 
 from collections import deque
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -10,7 +11,7 @@ from cupaged.sampling_params import SamplingParams
 from cupaged.scheduler.counters import Counter, create_counters
 from cupaged.scheduler.scheduler import Scheduler
 from cupaged.scheduler.scheduler_config import SchedulerConfig
-from cupaged.sequence import FinishReason, SequenceGroup
+from cupaged.sequence import FinishReason, Sequence, SequenceGroup
 from cupaged.trace.recorder import TraceRecorder
 from cupaged.trace.records import TraceFile
 
@@ -86,6 +87,7 @@ class Run:
         self.rng = np.random.default_rng(seed)
         self.in_flight: deque[Batch] = deque()
         self.groups: list[SequenceGroup] = []
+        self.outputs: dict[Sequence, list[int]] = {}
         self.reported: dict[SequenceGroup, set[int]] = {}
         self.num_active: dict[SequenceGroup, int] = {}
         self.num_chosen: dict[SequenceGroup, int] = {}
@@ -98,6 +100,21 @@ class Run:
             return
         self.groups.append(group)
 
+    def next_turn(self, group: SequenceGroup) -> SequenceGroup:
+        """Return the request with a prompt that goes on from what another was told, if one has ended."""
+        said = [seq for seq in self.outputs if seq.finish_reason is not None]
+        if not said:
+            return group
+        seq = said[int(self.rng.integers(0, len(said)))]
+        prompt = np.array([*seq.group.prompt_token_ids, *self.outputs[seq], 11], np.int32)[:34]
+        num_output = group.max_total_tokens - len(group.prompt_token_ids)
+        return replace(
+            group,
+            prompt_token_ids=prompt,
+            max_total_tokens=prompt.size + num_output,
+            cache_salts=seq.group.cache_salts,
+        )
+
     def step(self) -> None:
         """Plan as far as steps may be in flight, take the oldest back, and follow up."""
         while len(self.in_flight) < self.scheduler.config.num_batches:
@@ -108,7 +125,12 @@ class Run:
         if not self.in_flight:
             return
         batch = self.in_flight.popleft()
-        update = self.scheduler.update(batch, sample(batch, self.ends_every))
+        output = sample(batch, self.ends_every)
+        update = self.scheduler.update(batch, output)
+        for i in np.flatnonzero(update.num_tokens).tolist():
+            seq = update.sequences[i]
+            assert seq is not None, "tokens of nobody"
+            self.outputs.setdefault(seq, []).append(int(output.token_ids[i, 0]))
         for i, seq in enumerate(update.sequences):
             if seq is None or seq.finish_reason is not None:
                 continue
@@ -142,9 +164,18 @@ class Run:
 
 
 def record(
-    path: Path, config: SchedulerConfig, *, seed: int = 0, number: int = 30, with_text: bool = False
+    path: Path,
+    config: SchedulerConfig,
+    *,
+    seed: int = 0,
+    number: int = 30,
+    talks: bool = False,
+    with_text: bool = False,
 ) -> dict[Counter, int]:
-    """Run requests to their end and leave the trace at `path`; return what the scheduler counted."""
+    """Run requests to their end and leave the trace at `path`; return what the scheduler counted.
+
+    With `talks` a third of them are the next turn of one that has ended.
+    """
     trace = TraceFile(path, with_text=with_text)
     counters = create_counters()
     run = Run(TraceRecorder(config, counters, trace), seed)
@@ -152,7 +183,8 @@ def record(
     while waiting or run.scheduler.has_unfinished() or run.in_flight:
         for _ in range(int(run.rng.integers(0, 3))):
             if waiting:
-                run.add(waiting.popleft())
+                group = waiting.popleft()
+                run.add(run.next_turn(group) if talks and run.rng.integers(0, 3) == 0 else group)
         run.step()
         if run.rng.integers(0, 20) == 0:
             run.scheduler.reset_prefix_cache()

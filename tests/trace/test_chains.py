@@ -56,6 +56,17 @@ def test_a_token_at_a_time_is_the_same_as_all_at_once() -> None:
     assert chains.length[1] == 6
 
 
+def test_a_row_that_had_another_prompt_begins_anew() -> None:
+    key = create_key()
+    chains, values = create_chains(1, 4, key, with_text=False), np.empty(2, np.int64)
+    begin(chains, 0, np.array([9, 9, 9, 9, 9, 9], np.int32), values)
+
+    begin(chains, 0, np.arange(8, dtype=np.int32), values)
+
+    assert list(map(int, values)) == values_of([*range(8)], key)
+    assert chains.num_pending[0] == 0
+
+
 def test_with_text_a_value_is_the_token() -> None:
     chains = create_chains(1, 1, create_key(), with_text=True)
     values, out = np.empty(3, np.int64), np.empty(30, np.uint8)

@@ -34,12 +34,21 @@ def segment_of(path: Path) -> Segment:
 def test_plans_are_the_same_and_all_that_is_counted(
     tmp_path: Path, options: dict[str, object], seed: int, with_text: bool
 ) -> None:
-    counted = record(tmp_path / "a.trace", small_config(**options), seed=seed, with_text=with_text)
+    config = small_config(**options)
+    counted = record(tmp_path / "a.trace", config, seed=seed, talks=True, with_text=with_text)
 
     *_, last = replay(segment_of(tmp_path / "a.trace"))
 
     assert {counter: int(last.scheduler.counters[counter]) for counter in Counter} == counted
     assert not last.scheduler.has_unfinished()
+
+
+def test_a_sequence_is_itself_in_whatever_row(tmp_path: Path) -> None:
+    """This run has one that leaves a row, goes on in another, and is back in the first."""
+    config = small_config(num_blocks=13, preemption_mode="recompute", num_batches=2)
+    record(tmp_path / "a.trace", config, seed=32, number=60, talks=True)
+
+    list(replay(segment_of(tmp_path / "a.trace")))
 
 
 def test_the_runs_have_what_is_to_be_replayed(tmp_path: Path) -> None:

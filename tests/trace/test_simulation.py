@@ -14,14 +14,16 @@ from cupaged.trace.step_model import StepModel
 from cupaged.trace.workload import Segment, read_segments
 from tests.trace.runs import record, small_config
 
-MODEL = StepModel(5e-3, 1e-4, 1e-6)  # slow beside the run that was recorded: all requests wait at once
+MODEL = StepModel(5e-3, 1e-4, 1e-6)
 
 
 @pytest.fixture(scope="module")
 def segment(tmp_path_factory: pytest.TempPathFactory) -> Segment:
+    """A recorded run, as if its requests had come a millisecond apart."""
     path = tmp_path_factory.mktemp("trace") / "a.trace"
     record(path, small_config(num_blocks=14, num_batches=2), seed=1, number=40)
-    return read_segments(read_records(path))[0]
+    (found,) = read_segments(read_records(path))
+    return replace(found, requests={a: replace(r, time=a / 1000) for a, r in found.requests.items()})
 
 
 def run(segment: Segment, **changes: object) -> Outcome:

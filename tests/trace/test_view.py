@@ -142,7 +142,7 @@ const until = (ready, then) => ready() ? then() : setTimeout(() => until(ready, 
 const key = (key, shiftKey) => dispatchEvent(new KeyboardEvent("keydown", {key, shiftKey}));
 const seen = [];
 const look = what => seen.push([what, document.body.dataset.frame, $("step").textContent, $("slider").value]);
-until(() => document.body.dataset.ready || document.body.dataset.error, () => {
+until(() => document.body.dataset.ready || document.body.dataset.error, async () => {
   look("start");
   key("ArrowRight"); look("right");
   key("ArrowRight", true); look("shift right");
@@ -158,8 +158,11 @@ until(() => document.body.dataset.ready || document.body.dataset.error, () => {
   const tip = $("tip").hidden ? "" : $("tip").textContent;
   $("device").dispatchEvent(new MouseEvent("click", place));
   const chosen = document.querySelector("#owners .chosen span:nth-child(2)").textContent;
+  const data = JSON.parse($("data").textContent), history = new History(data, await unpack(data.packed));
+  const sumOf = words => words.reduce((sum, word, i) => sum + word * (i + 1), 0);
+  const sums = Array.from(history.steps, (_, frame) => sumOf(history.wordsAt(frame)));
   const error = document.body.dataset.error || "", name = $("name").textContent;
-  $("probe").textContent = JSON.stringify({seen, facts, tip, chosen, error, name});
+  $("probe").textContent = JSON.stringify({seen, facts, tip, chosen, sums, error, name});
 });
 </script>
 """
@@ -185,6 +188,7 @@ def test_a_browser_shows_the_steps_and_follows_keys_and_mouse(page: Path, tmp_pa
     text, probed = page.read_text(encoding="utf-8"), tmp_path / "probed.html"
     probed.write_text(text.replace("</body>", PROBE + "</body>"), encoding="utf-8")
     data = data_of(page)
+    frames_of_words = words_by_frame(data)
 
     dom = browse("--dump-dom", probed.as_uri() + "#3", profile=tmp_path / "profile")
 
@@ -200,7 +204,9 @@ def test_a_browser_shows_the_steps_and_follows_keys_and_mouse(page: Path, tmp_pa
     series = data["series"].reshape(len(SERIES), -1)
     assert seen["facts"]["sequences running"] == str(int(series[SERIES.index("running"), event]))
     assert seen["facts"]["requests waiting"] == str(int(series[SERIES.index("waiting"), event]))
-    word = int(words_by_frame(data)[event][0])
+    weights = np.arange(1, frames_of_words[0].size + 1)
+    assert seen["sums"] == [int((words * weights).sum()) for words in frames_of_words]
+    word = int(frames_of_words[event][0])
     assert word >> 10 & 3 == USED, "block 0 is to be held by somebody"
     assert seen["tip"].startswith("block 0\nheld by ")
     assert f"\nrequest {word >> 12}" in seen["tip"]
