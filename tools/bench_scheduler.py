@@ -1,6 +1,6 @@
 """Microseconds of host time that a scheduler's step takes, schedule + pack and update, by what happens in it.
 
-    python tools/bench_scheduler.py [--running 256,4096]
+    python -m tools.bench_scheduler [--running 256,4096]
 
 decode    every sequence computes one token, from contexts of 64 to 448 tokens on; beside vLLM 0.32's Python
           scheduler (schedule + update, without packing) on a machine of the same kind
