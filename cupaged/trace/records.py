@@ -35,6 +35,8 @@ class Kind(IntEnum):
     RESET_PREFIX_CACHE = 9
 
 
+_KINDS = frozenset(Kind)
+
 # What an ADD record leaves out where it is so; the rest is required.
 REQUEST_DEFAULTS: dict[str, Any] = {
     "num_sequences": 1,
@@ -126,7 +128,7 @@ def read_records(path: str | Path) -> Recording:
         if end + _CHECKSUM.size > len(data):
             break
         (checksum,) = _CHECKSUM.unpack_from(data, end)
-        if zlib.crc32(data[at:end]) != checksum or kind not in set(Kind):
+        if zlib.crc32(data[at:end]) != checksum or kind not in _KINDS:
             raise ValueError(
                 f"{path}: record {len(records)}, at byte {at} of {len(data)}, is damaged; what is before it "
                 f"is a whole trace: head -c {at}"

@@ -5,6 +5,7 @@ Every plan must be the recorded one, bit for bit but for token ids.
 
 from collections import deque
 from collections.abc import Iterator
+from collections.abc import Sequence as Items
 from typing import NamedTuple
 
 import numpy as np
@@ -32,7 +33,7 @@ class Event(NamedTuple):
     time: float  # seconds since the scheduler was made
     scheduler: Scheduler
     batch: Batch | None = None  # of a PLAN and an UPDATE
-    sequences: list[Sequence] = []  # noqa: RUF012 - by the batch's sequences
+    sequences: Items[Sequence] = ()  # by the batch's sequences
 
 
 class SequenceRows:

@@ -45,4 +45,4 @@ def write_page(segment: Segment, path: Path, *, name: str) -> int:
         page = page.replace(f"/* {part_name} */", part)
     # A "<" in the data could end the script that they stand in.
     page = page.replace("/* data */", data.replace("<", "\\u003c"))
-    return path.write_text(page, encoding="utf-8")
+    return path.write_bytes(page.encode())
