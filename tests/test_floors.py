@@ -190,6 +190,19 @@ def test_models_and_kernels_are_imported_below_cupaged_only(folder: str) -> None
     assert found == []
 
 
+def test_scheduler_reads_no_clock_and_draws_no_numbers() -> None:
+    """So the same calls give the same plans, which a trace's replay relies on."""
+    found = {
+        f"{path.relative_to(ROOT)}:{line} imports {name}"
+        for module, path in sources().items()
+        for line, name in imports(path.read_text(encoding="utf-8"))
+        if is_within(module, ("cupaged.scheduler",))
+        and is_within(name, ("time", "datetime", "random", "secrets", "os", "numpy.random"))
+    }
+
+    assert found == set()
+
+
 def test_floors_name_only_modules_that_exist() -> None:
     named = {name for floor in FLOORS.values() for name in (*floor.modules, *floor.ours)}
 
