@@ -164,3 +164,16 @@ def test_search_is_ended_in_any_state(mode: str) -> None:
 
         assert_clean(harness)
         assert all(group.status is SequenceStatus.FINISHED for group in groups)
+
+
+@pytest.mark.parametrize("mode", ["recompute", "swap"])
+def test_group_of_the_whole_pool_runs(mode: str) -> None:
+    """Both beams write to the block that they share; one copy of it is all that there is room for."""
+    group = beams(5, 3, n=2)
+    harness = start(group, num_blocks=3, max_model_len=8, preemption_mode=mode, num_host_blocks=3)
+
+    harness.run(20)
+
+    assert count(harness, Event.PREEMPTIONS) == 0
+    assert len(harness.output(group)) == 2
+    assert_clean(harness)
