@@ -9,7 +9,8 @@
 Prompt and output lengths are log-normal from a seed. The static mode runs on the same engine: it pads to
 the longest prompt of a batch, goes on until its longest output is out, and then takes the next batch, which
 is what any padded batch must compute; only the tokens that were asked for count. The peer runs the same
-lengths in padded batches of 8 in its own environment. The last line is JSON.
+lengths in padded batches of 8 in its own environment. No run finds what one before it has cached. The last
+line is JSON.
 """
 
 import argparse
@@ -27,7 +28,7 @@ import numpy as np
 from cupaged.config import EngineConfig
 from cupaged.engine.llm_engine import LLMEngine
 from tools.offline_runs import LONGEST, Result, Workload, make_workload, run
-from tools.offline_sharing import compare_prefixes, compare_sampling
+from tools.offline_sharing import compare_prefixes, compare_sampling, run_fresh
 
 PEER_BATCH = 8  # sequences in a padded batch of the peer
 
@@ -35,6 +36,7 @@ PEER_BATCH = 8  # sequences in a padded batch of the peer
 def run_static(engine: LLMEngine, workload: Workload, limit: int) -> tuple[float, int]:
     """Run padded batches of `limit` requests one after the other; return seconds and steps."""
     seconds, num_steps = 0.0, 0
+    engine.reset_prefix_cache()
     for i in range(0, len(workload.prompts), limit):
         prompts, lengths = workload.prompts[i : i + limit], workload.output_lengths[i : i + limit]
         longest = max(map(len, prompts))
@@ -117,7 +119,7 @@ def compare_static(args: argparse.Namespace, limits: list[int]) -> dict[str, dic
     for limit in limits:
         engine = make_engine(args, limit)
         workload = _workload(args, engine)
-        result = run(engine, workload)
+        result = run_fresh(engine, workload)
         seconds, num_steps = run_static(engine, workload, limit)
         engine.close()
         ratios = {"time_ratio": seconds / result.seconds, "steps_ratio": num_steps / result.num_steps}
@@ -191,7 +193,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     """Print throughput and latencies, and the peer's throughput beside them."""
     engine = make_engine(args, 256)
     workload = _workload(args, engine)
-    results = sorted((run(engine, workload) for _ in range(args.repeat)), key=lambda r: r.seconds)
+    results = sorted((run_fresh(engine, workload) for _ in range(args.repeat)), key=lambda r: r.seconds)
     print(f"{len(workload.prompts)} requests, {sum(map(len, workload.prompts))} prompt tokens")
     figures: dict[str, Any] = {"cupaged": report(results[len(results) // 2], engine)}
     engine.close()

@@ -11,7 +11,7 @@ from cupaged.config import EngineConfig
 from cupaged.engine.llm_engine import LLMEngine
 from tools.bench_offline import run_static
 from tools.offline_runs import LONGEST, SHORTEST, Workload, make_workload, run
-from tools.offline_sharing import CreateEngine, compare_prefixes, compare_sampling
+from tools.offline_sharing import CreateEngine, compare_prefixes, compare_sampling, run_fresh
 
 
 @pytest.fixture(scope="module")
@@ -46,6 +46,17 @@ def test_static_run_waits_for_the_slowest_of_each_batch(engine: LLMEngine) -> No
     _, num_steps = run_static(engine, Workload([[5] * 9, [6] * 20, [7] * 3], [4, 1, 6]), limit=2)
 
     assert num_steps == 4 + 6
+
+
+def test_no_run_finds_what_one_before_it_has_cached(engine: LLMEngine) -> None:
+    workload = Workload([[5] * 40, [6] * 20], [4, 4])
+    found = engine.get_metrics()["prefix_hit_tokens"]
+
+    for _ in range(2):
+        run_fresh(engine, workload)
+        run_static(engine, workload, limit=1)
+
+    assert engine.get_metrics()["prefix_hit_tokens"] == found
 
 
 @pytest.fixture
