@@ -270,3 +270,10 @@ def preempting(**options: Any) -> tuple[Harness, list[SequenceGroup]]:
     groups = [make_group([i, 5, 6, 7], 8) for i in range(3)]
     harness = start(*groups, **{"num_blocks": 4, "max_model_len": 16, **options})
     return harness, groups
+
+
+def until(harness: Harness, group: SequenceGroup, status: SequenceStatus) -> None:
+    """Step until the group is in `status`."""
+    while group.status is not status:
+        assert harness.scheduler.has_unfinished(), f"it is never {status.name}"
+        harness.step()

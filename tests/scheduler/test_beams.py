@@ -5,7 +5,7 @@ import pytest
 from cupaged.scheduler.counters import Counter as Event
 from cupaged.sequence import FinishReason, SequenceGroup, SequenceStatus
 from tests.scheduler.groups import make_group, make_scheduler
-from tests.scheduler.harness import Harness, count, start
+from tests.scheduler.harness import Harness, count, start, until
 
 
 def beams(prompt: int | list[int], max_tokens: int = 8, n: int = 3) -> SequenceGroup:
@@ -112,6 +112,7 @@ def test_beams_in_flight_are_continued_though_the_group_is_swapped_out() -> None
     other, group = make_group([9] * 2, 14), beams([1] * 8, 8, n=2)
     harness = start(other, group, num_blocks=7, max_model_len=16, preemption_mode="swap", num_host_blocks=6)
     while group.status is not SequenceStatus.SWAPPED:
+        assert harness.scheduler.has_unfinished()
         if len(harness.in_flight) == 2 or harness.schedule() is None:
             harness.update()
     before = harness.output(group)
@@ -131,8 +132,7 @@ def test_beams_are_continued_while_the_group_is_away(mode: str) -> None:
     other, group = make_group([9] * 8, 8), beams([1] * 8, 8, n=2)
     harness = start(other, group, num_blocks=6, max_model_len=16, preemption_mode=mode, num_host_blocks=6)
     away = SequenceStatus.SWAPPED if mode == "swap" else SequenceStatus.PREEMPTED
-    while group.status is not away:
-        harness.step()
+    until(harness, group, away)
 
     harness.continue_beams(group)
     harness.continue_beams(group)

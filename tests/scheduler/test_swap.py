@@ -5,17 +5,11 @@ from typing import Any
 import pytest
 
 from cupaged.scheduler.counters import Counter as Event
-from cupaged.sequence import FinishReason, SequenceGroup, SequenceStatus
+from cupaged.sequence import FinishReason, SequenceStatus
 from tests.scheduler.groups import expected_output, make_group
-from tests.scheduler.harness import Harness, assert_all_as_expected, count, preempting, start
+from tests.scheduler.harness import assert_all_as_expected, count, preempting, start, until
 
 SWAP: dict[str, Any] = {"preemption_mode": "swap", "num_host_blocks": 8}
-
-
-def until(harness: Harness, group: SequenceGroup, status: SequenceStatus) -> None:
-    """Step until the group is in `status`."""
-    while group.status is not status:
-        harness.step()
 
 
 class TestMode:

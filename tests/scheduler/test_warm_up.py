@@ -1,8 +1,11 @@
 """After warm_up, whatever a workload does, nothing is left to compile."""
 
+import importlib
+import pkgutil
+
 import numba
 
-from cupaged.scheduler import allocator, entry, pack, plan, prefix_cache, progress, state
+import cupaged.scheduler
 from cupaged.scheduler.warm_up import warm_up
 from tests.scheduler.groups import make_group
 from tests.scheduler.harness import preempting, start
@@ -12,7 +15,8 @@ def num_compiled() -> dict[str, int]:
     """Return how many versions of each njit function of the scheduler there are."""
     return {
         f"{module.__name__}.{name}": len(function.signatures)
-        for module in (allocator, entry, pack, plan, prefix_cache, progress, state)
+        for info in pkgutil.iter_modules(cupaged.scheduler.__path__)
+        for module in [importlib.import_module(f"cupaged.scheduler.{info.name}")]
         for name, function in vars(module).items()
         if isinstance(function, numba.core.dispatcher.Dispatcher)
     }
