@@ -11,6 +11,7 @@ import json
 import os
 import sys
 from dataclasses import fields, replace
+from math import inf
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
@@ -57,6 +58,10 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
         given = [getattr(args, name) is not None for name in _COEFFICIENTS]
         if any(given) and not all(given):
             parser.error("give --step-ms, --token-us and --context-ns together, or none of them")
+        for name in _COEFFICIENTS:
+            value = getattr(args, name)
+            if value is not None and not 0 <= value < inf:
+                parser.error(f"--{name.replace('_', '-')} must be a number >= 0, got {value}")
     return args
 
 
@@ -64,6 +69,8 @@ def main(argv: list[str] | None = None) -> int:
     """Run the command and return its exit code."""
     args = parse_args(argv)
     try:
+        if args.command == "view" and args.output.exists() and args.output.samefile(args.file):
+            raise ValueError(f"{args.output} is the trace itself; name another file for the page")
         recording = read_records(args.file)
         if recording.num_lost_bytes:
             print(
@@ -139,7 +146,8 @@ def with_changes(segment: Segment, changes: dict[str, Any]) -> SchedulerConfig:
     config = segment.config
     for name, value in changes.items():
         least = 0 if name in ("num_host_blocks", "sliding_window") else 1
-        if isinstance(value, (int, float)) and not isinstance(value, bool) and value < least:
+        is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+        if is_number and not least <= value < inf:
             raise ValueError(f"--{name.replace('_', '-')} must be at least {least}, got {value}")
     if changes.get("num_batches", 1) > 2:
         raise ValueError(f"--num-batches must be 1 or 2, got {changes['num_batches']}")

@@ -57,6 +57,8 @@ def test_another_block_size_keeps_the_pools_bytes(trace: Path, capsys: pytest.Ca
         (["--block-size", "6"], "knows prefixes by 4 tokens; give a multiple"),
         (["--num-blocks", "0"], "--num-blocks must be at least 1, got 0"),
         (["--num-batches", "3"], "--num-batches must be 1 or 2, got 3"),
+        (["--swap-bandwidth", "nan"], "--swap-bandwidth must be at least 1, got nan"),
+        (["--prefill-rate", "inf"], "--prefill-rate must be at least 1, got inf"),
         (["--num-blocks", "3"], "max_model_len is 48 but the KV cache holds 12 tokens"),
     ],
 )
@@ -73,6 +75,25 @@ def test_half_a_model_is_refused(trace: Path, capsys: pytest.CaptureFixture[str]
         main(["replay", str(trace), "--step-ms", "5"])
 
     assert "together" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("value", ["nan", "inf", "-1"])
+def test_a_step_that_takes_no_time_that_there_is_is_refused(
+    trace: Path, capsys: pytest.CaptureFixture[str], value: str
+) -> None:
+    with pytest.raises(SystemExit):
+        main(["replay", str(trace), "--step-ms", value, "--token-us", "1", "--context-ns", "0"])
+
+    assert "--step-ms must be a number >= 0" in capsys.readouterr().err
+
+
+def test_the_page_does_not_overwrite_its_trace(trace: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    before = trace.read_bytes()
+
+    assert main(["view", str(trace), "-o", str(trace)]) == 2
+
+    assert "is the trace itself" in capsys.readouterr().err
+    assert trace.read_bytes() == before
 
 
 def test_a_file_that_ends_early_is_replayed_and_it_is_said(
