@@ -13,6 +13,7 @@ from cupaged.scheduler.counters import Counter
 from tools.paper_figures import Figures
 from tools.paper_machine import KV_BYTES, NUM_SLOTS, step_seconds, swap_seconds
 from tools.paper_paged import Case, PagedRun, Simulation, simulate, worst_waste
+from tools.paper_plots import DRAWN, draw
 from tools.paper_reference import Buddy, Contiguous, reserve, run_static
 from tools.paper_table import Sizes
 from tools.paper_workload import ALPACA, MAX_LENGTH, SHAREGPT, SIGMA, SIGMAS, Dataset, Workload, draw_workload
@@ -198,9 +199,6 @@ def test_more_memory_holds_tokens_the_less_is_reserved(figures: Figures) -> None
 
 
 def test_plots_are_small_pngs(figures: Figures, tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib", reason="needs the extra plots")
-    from tools.paper_plots import DRAWN, draw
-
     draw(figures, tmp_path)
 
     assert {path.stem for path in tmp_path.iterdir()} == set(DRAWN)
