@@ -123,6 +123,7 @@ def test_prefilled_in_chunks_of_seven_tokens(
 ) -> None:
     with engines.llm(max_num_batched_tokens=7) as llm:
         assert results(run(llm, requests)) == alone
+        assert 7 * llm.engine.num_steps >= sum(len(prompt) for prompt, _ in requests)
 
 
 def test_found_in_the_prefix_cache(engines: Engines, requests: list[Case], alone: list[Result]) -> None:
