@@ -88,7 +88,7 @@ class BatchArrays(NamedTuple):
     logit_target: Array  # [T], -1 = sample here; else the prompt token whose log-probability is wanted
     block_tables: Array  # [S, W]
     copy: Array  # [S, 2], block ids (from, to), for copy-on-write
-    row_copy: Array  # [S, 2], rows (from, to), for forks
+    row_copy: Array  # [S, 2], rows (from, to) of last_token; no plan needs any: forks sample for themselves
     banned_start: Array  # [S + 1], sequence i must not sample banned[start[i] : start[i + 1]]
     history_start: Array  # [S + 1], likewise into history
     tail: Array  # swap_out pairs, swap_in pairs, banned, history, one after the other

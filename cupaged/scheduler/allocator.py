@@ -1,7 +1,7 @@
 """A pool of KV blocks and its njit functions: free blocks, reference counts, block tables.
 
-Arrays only: who gets blocks and who gives them back is decided in plan.py and scheduler.py. The device has
-one pool and host memory, for what is swapped out, another.
+Arrays only: who gets blocks and who gives them back is decided in plan.py, admission.py and preemption.py.
+The device has one pool and host memory, for what is swapped out, another.
 
 A step in flight may still read or write a block that is given back here. That is safe: steps run in order
 on the device, so whoever gets the block writes it in a later step.

@@ -127,9 +127,7 @@ def evictable(blocks: Blocks) -> list[int]:
 
 
 def check_cache(blocks: Blocks) -> None:
-    """Assert that the hash table has every entry where it is found, and that blocks nobody holds are entries
-    exactly if they are evictable.
-    """
+    """Assert that the hash table finds all entries, and that those nobody holds are the evictable blocks."""
     cache = blocks.cache
     if cache.slots.size == 0:
         assert blocks.num[0].evictable == 0, "blocks are cached though caching is off"
@@ -138,9 +136,7 @@ def check_cache(blocks: Blocks) -> None:
     in_table = np.sort(cache.slots[cache.slots != EMPTY])
     assert np.array_equal(in_table, entries), "the hash table and the blocks disagree on the entries"
     assert np.unique(cache.at.serial[entries]).size == entries.size, "two entries have one serial"
-    assert not entries.size or cache.at.serial[entries].max() <= cache.last_serial[0], (
-        "a serial not given yet"
-    )
+    assert (cache.at.serial[entries] <= cache.last_serial[0]).all(), "a serial not given yet"
     last = cache.slots.size - 1
     for place in np.flatnonzero(cache.slots != EMPTY).tolist():
         probe = int(cache.at[cache.slots[place]].hash) & last

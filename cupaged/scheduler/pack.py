@@ -1,8 +1,4 @@
-"""Pack the planned step into a Batch: njit, from Rows, Blocks and Moves straight into one flat host buffer.
-
-Arrays are taken out of their tuples before a loop, never in it: each time costs two atomic counts,
-and dozens of them a sequence would cost more than the packing.
-"""
+"""Pack the planned step into a Batch: njit, from rows, blocks and moves straight into one flat buffer."""
 
 from typing import NamedTuple
 

@@ -140,8 +140,7 @@ def remove_entry(cache: PrefixCache, block: int) -> None:
 def register_block(
     cache: PrefixCache, block: int, value: Any, parent: int, salt: int, tokens: NDArray[np.int32]
 ) -> int:
-    """Make a written block findable by its hash `value`; return the serial that its continuations have
-    as parent.
+    """Make a written block findable by its hash `value`; return the serial that continuations name as parent.
 
     That is another block's where the same content is there already: the first one stays the entry.
     """

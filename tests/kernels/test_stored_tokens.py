@@ -1,5 +1,7 @@
-"""A token whose keys and values are in the cache already may be computed once more, with slot -1: forks and
-prompts that are cached whole do. rope_kv_write and attention, one after the other, twins and CUDA kernels.
+"""A token whose keys and values are in the cache already may be computed once more, with slot -1.
+
+Forks and prompts that are cached whole do. rope_kv_write and attention, one after the other, twins and CUDA
+kernels.
 """
 
 from typing import Any, NamedTuple
