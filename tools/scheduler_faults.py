@@ -260,12 +260,6 @@ FAULTS = (
         "        first_fork = num_known\n",
     ),
     Fault(
-        "admission.py",
-        "a leader finds its own output, behind the prompt that others fork from",
-        "            sought = group.prompt_token_ids if others else first.token_ids\n",
-        "            sought = first.token_ids\n",
-    ),
-    Fault(
         "preemption.py",
         "who must give up its row for a more important group is swapped out with it",
         "costs = Costs(inf, 1.0) if lacks_rows else self.costs",

@@ -80,6 +80,24 @@ class TestPriority:
         harness.run()
         assert_all_as_expected(harness, [*low, high])
 
+    @pytest.mark.parametrize("mode", ["recompute", "swap"])
+    def test_who_gave_way_does_not_return_in_the_same_step(self, mode: str) -> None:
+        low = [ranked(5, [i] * 5, 3) for i in range(3)]  # 2 blocks each
+        harness = start(
+            *low, num_blocks=8, max_model_len=32, preemption_mode=mode, num_host_blocks=8, **PRIORITY
+        )
+        harness.step()
+        high = ranked(1, [7] * 5, 3)
+        harness.add(high)
+
+        harness.step()
+
+        assert high in harness.steps[-1]
+        assert low[1].num_preemptions == low[2].num_preemptions == 1
+        assert not harness.steps[-1].keys() & {low[1], low[2]}
+        harness.run()
+        assert_all_as_expected(harness, [*low, high])
+
     def test_newcomer_takes_the_budget_of_a_lower_one(self) -> None:
         low = ranked(5, 40)
         harness = start(low, max_num_batched_tokens=4, **PRIORITY)

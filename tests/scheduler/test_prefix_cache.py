@@ -306,6 +306,17 @@ class TestReset:
         run(harness, again)
         assert again.num_cached_tokens == 0
 
+    def test_what_is_being_written_is_not_found_later(self) -> None:
+        harness = caching(make_group([*A, *B, 1]))
+        harness.schedule()
+
+        harness.scheduler.reset_prefix_cache()
+
+        harness.run()
+        again = make_group([*A, *B, 1])
+        run(harness, again)
+        assert again.num_cached_tokens == 0
+
     def test_what_is_cached_afterwards_is_found(self) -> None:
         harness = caching(make_group([*A, *B, 1]))
         harness.run()

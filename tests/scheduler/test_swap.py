@@ -158,6 +158,20 @@ class TestSwap:
         assert harness.scheduler.block_manager.host_blocks.num.free[0] == 8
         assert_all_as_expected(harness, groups)
 
+    def test_step_that_computes_nothing_swaps_nothing(self) -> None:
+        # The first waits for its last token; the second finds too few blocks, though the third gives its own.
+        first, second, third = make_group([1] * 5, 2), make_group([2] * 2, 3, n=3), make_group([3], 5)
+        harness = start(first, second, third, num_blocks=11, block_size=1, max_model_len=11, **SWAP)
+        harness.schedule()
+        harness.schedule()
+        harness.update()
+
+        assert harness.schedule() is None
+
+        assert third.status is SequenceStatus.PREEMPTED
+        harness.run()
+        assert_all_as_expected(harness, [first, second, third])
+
 
 class TestReturn:
     def test_swapped_group_returns_before_newcomers(self) -> None:
