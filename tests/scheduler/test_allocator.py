@@ -6,14 +6,14 @@ import pytest
 from cupaged.scheduler.allocator import HOLE, Blocks, create_blocks, create_host_blocks
 from cupaged.scheduler.block_manager import evictable
 from cupaged.scheduler.counters import create_counters
-from cupaged.scheduler.prefix_cache import create_prefix_cache
+from cupaged.scheduler.prefix_cache import create_prefix_cache, lookup_prefix
 from tests.scheduler import compiled
 
 NONE = np.empty(0, np.int32)
 
 
-def make_blocks(total: int = 10) -> Blocks:
-    cache = create_prefix_cache(total, 4, enabled=True)
+def make_blocks(total: int = 10, hash_bits: int = 64) -> Blocks:
+    cache = create_prefix_cache(total, 4, enabled=True, hash_bits=hash_bits)
     return create_blocks(total, 4, table_shape=(4, 6), cache=cache, counters=create_counters())
 
 
@@ -89,6 +89,22 @@ def test_found_block_is_evictable_no_more() -> None:
     compiled.allocate(blocks, 1, np.array(found[:1], np.int32), 1)
 
     assert evictable(blocks) == found[1:]
+
+
+def test_entry_does_not_continue_another_that_has_its_parents_block_by_now() -> None:
+    blocks = make_blocks(2, hash_bits=0)
+    first, second, third = (np.arange(n, n + 4, dtype=np.int32) for n in (0, 10, 20))
+    compiled.allocate(blocks, 0, NONE, 2)
+    compiled.register(blocks, 0, np.concatenate([first, second]), 0)
+    compiled.free_before(blocks, 0, 1)  # so that the parent's block goes first
+    compiled.free(blocks, 0)
+
+    compiled.allocate(blocks, 1, NONE, 1)
+    compiled.register(blocks, 1, third, 0)
+
+    found = np.empty(2, np.int32)
+    assert table(blocks, 1) == [0]
+    assert lookup_prefix(blocks.cache, np.concatenate([third, second]), 0, found) == 1
 
 
 @pytest.mark.parametrize("holders", [1, 2])
