@@ -1,13 +1,15 @@
 """GroupQueue: the groups that wait, first those of lower priority numbers, then by arrival."""
 
 from collections.abc import Iterator
-from heapq import heappop, heappush
+from heapq import heapify, heappop, heappush
 
 from cupaged.sequence import SequenceGroup
 
+_MOST_GONE = 16  # that a short heap still holds
+
 
 class GroupQueue:
-    """A heap; who finishes while waiting is dropped when it comes to the head."""
+    """A heap; who finishes while waiting is dropped when it comes to the head, or is among too many such."""
 
     def __init__(self) -> None:
         self._heap: list[tuple[int, int, SequenceGroup]] = []
@@ -34,3 +36,7 @@ class GroupQueue:
         self._waiting.discard(group)
         while self._heap and self._heap[0][2] not in self._waiting:
             heappop(self._heap)
+        # Others may stay before it for ever, so that it never comes to the head.
+        if len(self._heap) > 2 * len(self._waiting) + _MOST_GONE:
+            self._heap = [entry for entry in self._heap if entry[2] in self._waiting]
+            heapify(self._heap)

@@ -1,5 +1,7 @@
 """The groups that wait, in the order of priority, then arrival."""
 
+import gc
+
 from cupaged.scheduler.group_queue import GroupQueue
 from cupaged.sequence import SequenceGroup
 from tests.scheduler.groups import make_group
@@ -43,3 +45,17 @@ def test_who_finishes_in_the_middle_is_gone() -> None:
     assert queue.head() is c
     queue.remove(c)
     assert queue.head() is None
+
+
+def test_those_that_are_gone_are_not_kept_behind_one_that_stays() -> None:
+    queue, (head, *others) = arrived(0, *range(100, 0, -1))
+    last = others.pop(50)
+
+    for group in others:
+        queue.remove(group)
+
+    assert list(queue) == [head, last]
+    entries = [thing for thing in gc.get_referrers(*others) if isinstance(thing, tuple)]
+    assert len(entries) < 50
+    queue.remove(head)
+    assert queue.head() is last
