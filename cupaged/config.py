@@ -8,6 +8,7 @@ import json
 from collections.abc import Set
 from dataclasses import dataclass, field, fields
 from pathlib import Path
+from reprlib import repr as shorten
 from typing import Any, Literal, get_args
 
 from cupaged.sampling_params import as_plain, is_neutral
@@ -239,10 +240,12 @@ class EngineConfig:
             raise ValueError(f"seed must be a whole number, got {self.seed!r}")
         for name in ("swap_space", "swap_bandwidth", "prefill_rate"):
             value = getattr(self, name)
-            is_number = type(value) in (int, float) and 0 <= value < float("inf")
+            is_number = type(value) in (int, float) and 0 <= value <= _MOST_NUMBER
             if value is not None and not (is_number and (value > 0 or name == "swap_space")):
                 least = ">= 0" if name == "swap_space" else "> 0"
-                raise ValueError(f"{name} must be a number {least}, got {value!r}")
+                raise ValueError(
+                    f"{name} must be a number {least}, at most {_MOST_NUMBER:g}, got {shorten(value)}"
+                )
         for name in ("enforce_eager", "async_scheduling", "enable_prefix_caching", "trace_text"):
             value = getattr(self, name)
             if not isinstance(value, bool):
@@ -272,6 +275,7 @@ class EngineConfig:
         return cls(model=str(model), **options | paths)
 
 
+_MOST_NUMBER = 1e18  # of GiB, or of bytes or tokens a second: what it is multiplied with stays a number
 _COUNTS = {  # whether None stands for a default, and the most: tokens and sequences are counted in int32
     "max_num_seqs": (False, 2**31 - 1),
     "max_num_batched_tokens": (False, 2**31 - 1),

@@ -168,9 +168,9 @@ def _validate(params: SamplingParams) -> None:
 
 def _validate_number_of_outputs(params: SamplingParams) -> None:
     n, best_of = params.n, params.best_of
-    _check(_is_int(n) and 1 <= n < 2**31, "n", n, ">= 1")
+    _check(_is_int(n) and 1 <= n < 2**31, "n", n, f"in 1..{2**31 - 1}")
     ok = best_of is None or (_is_int(best_of) and n <= best_of < 2**31)
-    _check(ok, "best_of", best_of, f">= n, which is {n}, or None")
+    _check(ok, "best_of", best_of, f">= n, which is {n}, and below 2**31, or None")
     if params.num_sequences > n and params.output_kind == RequestOutputKind.DELTA:
         raise ValueError(
             f"best_of is {best_of} but n is {n}: which are the best is known at the end only; do not stream "

@@ -53,6 +53,7 @@ from cupaged.config import EngineConfig, HFConfig, ModelConfig
         ("swap_space", -1),
         ("swap_space", float("nan")),
         ("swap_space", float("inf")),
+        ("swap_space", 1e308),
         ("swap_space", "4"),
         ("swap_space", True),
         ("swap_bandwidth", 0),
@@ -127,7 +128,7 @@ def test_options_of_the_memory_system_are_taken() -> None:
 
 @pytest.mark.parametrize(("name", "least"), [("swap_space", ">= 0"), ("swap_bandwidth", "> 0")])
 def test_number_out_of_range_is_told_with_the_limit(name: str, least: str) -> None:
-    with pytest.raises(ValueError, match=f"^{name} must be a number {least}, got -2$"):
+    with pytest.raises(ValueError, match=f"^{name} must be a number {least}, at most 1e.18, got -2$"):
         EngineConfig.create("model", **{name: -2})
 
 

@@ -76,6 +76,8 @@ class TraceFile:
         self.path = Path(path)
         self.with_text = with_text
         self.num_bytes = 0
+        if self.path.is_dir():
+            raise ValueError(f"the trace {str(path)!r} is a directory; name a file")
         if self.path.exists() and self.path.stat().st_size > 0:
             raise ValueError(f"the trace {path} exists already; move it away or name another file")
         self.path.touch()

@@ -89,7 +89,7 @@ def test_bad_json_is_a_400(client: Client, path: str) -> None:
         ({"prompt": [[1], [5000]]}, "prompt[1]", "0..63"),
         ({"prompt": ["a", ""]}, "prompt[1]", "empty"),
         ({"max_tokens": 0}, "max_tokens", "must be >= 1"),
-        ({"n": 0}, "n", "must be >= 1"),
+        ({"n": 0}, "n", "must be in 1..2147483647"),
         ({"n": 9}, "n", "max_num_seqs is 8"),
         ({"n": 9, "best_of": 9}, "best_of", "max_num_seqs is 8"),
         ({"n": 3, "best_of": 2}, "best_of", ">= n, which is 3"),

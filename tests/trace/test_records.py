@@ -91,6 +91,9 @@ def test_a_trace_that_is_there_is_not_overwritten_but_an_empty_one_is_used(tmp_p
 def test_a_path_that_cannot_be_written_fails_at_once(tmp_path: Path) -> None:
     with pytest.raises(OSError, match="none"):
         TraceFile(tmp_path / "none" / "a.trace", with_text=False)
+    for directory in (tmp_path, ""):
+        with pytest.raises(ValueError, match=r"the trace '.*' is a directory"):
+            TraceFile(directory, with_text=False)
 
 
 def test_a_full_disk_ends_the_trace_and_nothing_else(
