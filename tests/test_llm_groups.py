@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from cupaged import LLM, SamplingParams
+from cupaged import LLM, BeamSearchParams, SamplingParams
 
 GREEDY = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
 
@@ -85,6 +85,8 @@ def test_priorities_go_with_the_prompts(tiny_llama_dir: Path) -> None:
 def test_priorities_that_cannot_be_are_refused(llm: LLM, priority: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         llm.generate([[5], [6]], GREEDY, use_tqdm=False, priority=priority)
+    with pytest.raises(ValueError, match=message):
+        llm.beam_search([[5], [6]], BeamSearchParams(beam_width=1, max_tokens=2), False, priority=priority)
 
 
 def test_a_group_that_can_never_fit_is_refused_by_its_place_before_anything_runs(

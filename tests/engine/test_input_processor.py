@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from cupaged import SamplingParams
+from cupaged import BeamSearchParams, SamplingParams
 from cupaged.engine.input_processor import InputProcessor
 from cupaged.engine.tokenizer import Tokenizer
 from cupaged.sampling_params import MAX_STOPS
@@ -146,6 +146,15 @@ def test_a_salt_goes_with_the_kind_of_salt_that_it_is(inputs: InputProcessor, pr
     assert salted.group.cache_salts == (("cache_salt", "mine"),)
     assert salted.prompt_token_ids == plain.prompt_token_ids
     assert prompt.keys() == {next(iter(prompt))}
+
+
+def test_salt_and_priority_go_with_a_beam_search_too(inputs: InputProcessor) -> None:
+    params = BeamSearchParams(beam_width=2, max_tokens=4)
+
+    request = inputs.make_beam_request("r", {"prompt": "abc", "cache_salt": "mine"}, params, 5)
+
+    assert request.group.cache_salts == (("cache_salt", "mine"),)
+    assert request.group.priority == 5
 
 
 @pytest.mark.parametrize(("n", "best_of"), [(3, None), (1, 3), (2, 3)])
