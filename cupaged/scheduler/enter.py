@@ -62,9 +62,14 @@ def start_prompt(rows: Rows, blocks: Blocks, row: int, found: NDArray[np.int32],
 
 
 @njit
-def obtainable_blocks(blocks: Blocks, rows: NDArray[np.int32]) -> int:
-    """Return how many blocks would be available if these rows gave theirs back."""
-    return num_available(blocks) + count_released(blocks, rows)
+def obtainable_blocks(blocks: Blocks, rows: NDArray[np.int32], found: NDArray[np.int32]) -> int:
+    """Return how many blocks would be available if these rows gave theirs back, all but the found ones."""
+    for block in found:
+        blocks.at[block].ref_count += 1
+    count = num_available(blocks) + count_released(blocks, rows)
+    for block in found:
+        blocks.at[block].ref_count -= 1
+    return count
 
 
 @njit

@@ -37,7 +37,9 @@ class Preemption:
         behind = [group for group in self._queue if group is not head]
         swapped = [group for group in behind if group.status is SequenceStatus.SWAPPED]
         num_rows = len(table.free) + lower.size + sum(len(group.unfinished) for group in swapped)
-        if fit.num_rows > num_rows or fit.num_blocks > obtainable_blocks(manager.blocks, lower):
+        num_blocks = obtainable_blocks(manager.blocks, lower, fit.found[fit.first :])
+        spare = manager.watermark if table.num_running > lower.size else 0
+        if fit.num_rows > num_rows or fit.num_blocks + spare > num_blocks:
             return
         while lower.size:
             lacks_rows = fit.num_rows > len(table.free)

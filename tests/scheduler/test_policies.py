@@ -130,6 +130,20 @@ class TestPriority:
 
         assert count(harness, Event.PREEMPTIONS) == 0
 
+    @pytest.mark.parametrize(
+        "prompt", [[*range(12), *[4] * 13], [4] * 24], ids=["holds what it finds", "leaves none for others"]
+    )
+    def test_nobody_gives_way_to_a_group_that_could_not_enter_then(self, prompt: list[int]) -> None:
+        highest, low, high = ranked(0, [9] * 13, 3), ranked(5, [*range(12), 3], 3), ranked(1, prompt, 3)
+        harness = start(highest, low, num_blocks=10, enable_prefix_caching=True, max_model_len=40, **PRIORITY)
+        harness.step()
+        harness.add(high)
+
+        harness.run()
+
+        assert count(harness, Event.PREEMPTIONS) == 0
+        assert_all_as_expected(harness, [highest, low, high])
+
     @pytest.mark.parametrize("mode", ["recompute", "swap"])
     def test_preempted_group_returns_before_its_equals(self, mode: str) -> None:
         groups = [ranked(1, [i] * 4, 8) for i in range(6)]
