@@ -48,9 +48,8 @@ class Admission:
         found = _NOT_CACHED
         if group.params.prompt_logprobs is None:
             salt = self._salts.number(group.cache_salts)
-            # Who forks from it needs the prompt's blocks, which its own output's might put out of the window.
-            sought = group.prompt_token_ids if others else first.token_ids
-            found = self._found[: lookup_prefix(manager.blocks.cache, sought, salt, self._found)]
+            num_found = lookup_prefix(manager.blocks.cache, first.token_ids, salt, self._found)
+            found = self._found[:num_found]
         num_known, num_prompt = len(first.token_ids), len(group.prompt_token_ids)
         first_fork = num_prompt - 1 if others else num_known
         blocks = manager.blocks
