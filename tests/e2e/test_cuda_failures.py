@@ -122,10 +122,10 @@ class FailingGpu(EmulatedGpu):
 
 
 def generate(engine: LLMEngine, length: int = 3) -> list[list[int]]:
-    """Return the tokens that follow two prompts of so many."""
+    """Return the tokens that follow a prompt of so many and one of 3 more, which needs a block sooner."""
     for i in range(2):
-        params = replace(PARAMS, max_tokens=5, logprobs=1, prompt_logprobs=1)
-        engine.add_request(str(i), [5 + i, *range(6, 5 + length)], params)
+        params = replace(PARAMS, max_tokens=7, logprobs=1, prompt_logprobs=1)
+        engine.add_request(str(i), [5 + i, *range(6, 5 + length + 3 * i)], params)
     token_ids: dict[str, list[int]] = {}
     while engine.has_unfinished():
         token_ids |= {output.request_id: output.outputs[0].token_ids for output in engine.step()}
@@ -134,7 +134,7 @@ def generate(engine: LLMEngine, length: int = 3) -> list[list[int]]:
 
 @pytest.mark.parametrize(
     ("length", "options"),
-    [(3, {}), (3, {"enforce_eager": True}), (31, SWAPPING)],
+    [(3, {}), (3, {"enforce_eager": True}), (28, SWAPPING)],
     ids=["graphs", "eager", "swapping"],
 )
 def test_engine_is_as_new_after_any_call_that_failed(
