@@ -117,15 +117,21 @@ class LLMEngine:
         return request
 
     def add(self, request: Request | BeamRequest) -> None:
-        """Queue a request; ValueError if its id is in use or it can never run."""
+        """Queue a request; ValueError if its id is in use or it can never run. Interrupted, do as step()."""
         request_id = request.request_id
         if request_id in self._requests or request_id in self._beam_requests:
             raise ValueError(f"request_id {request_id!r} is in use by a running request; choose another")
-        self.scheduler.add(request.group)
-        if isinstance(request, BeamRequest):
-            self._beam_requests[request_id] = request
-        else:
-            self._requests[request_id] = request
+        try:
+            self.scheduler.add(request.group)
+            if isinstance(request, BeamRequest):
+                self._beam_requests[request_id] = request
+            else:
+                self._requests[request_id] = request
+        except ValueError:  # nothing has changed
+            raise
+        except BaseException as error:
+            self._start_anew(error)
+            raise
 
     def add_request(self, request_id: str, prompt: Prompt, params: SamplingParams, priority: int = 0) -> None:
         """Validate, tokenise and queue."""
@@ -135,7 +141,11 @@ class LLMEngine:
         """Drop a request and free its blocks; an id that is not running is ignored."""
         request = self._requests.pop(request_id, None) or self._beam_requests.pop(request_id, None)
         if request is not None:
-            self.scheduler.finish_group(request.group, FinishReason.ABORT)
+            try:
+                self.scheduler.finish_group(request.group, FinishReason.ABORT)
+            except BaseException as error:
+                self._start_anew(error)
+                raise
 
     def has_unfinished(self) -> bool:
         """Return whether step() still has work."""
@@ -169,11 +179,7 @@ class LLMEngine:
         try:
             return self._step()
         except BaseException as error:
-            self._drop_all()
-            try:
-                self.executor.synchronize()  # a step in flight still writes to the KV cache and its results
-            except Exception as failure:  # a device that is lost fails again: what was first is what counts
-                raise error from failure
+            self._start_anew(error)
             raise
 
     def close(self) -> None:
@@ -182,6 +188,14 @@ class LLMEngine:
             self._trace.close()
         self._drop_all()
         self.executor.close()
+
+    def _start_anew(self, error: BaseException) -> None:
+        """Drop all requests after `error`, and wait for what the device still does for them."""
+        self._drop_all()
+        try:
+            self.executor.synchronize()  # a step in flight still writes to the KV cache and its results
+        except Exception as failure:  # a device that is lost fails again: what was first is what counts
+            raise error from failure
 
     def _drop_all(self) -> None:
         """Drop all requests and steps; half a step may have gone into the scheduler, so make a new one."""

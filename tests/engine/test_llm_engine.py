@@ -12,6 +12,7 @@ from cupaged import EngineConfig, SamplingParams
 from cupaged.engine.llm_engine import LLMEngine
 from cupaged.outputs import RequestOutput
 from cupaged.sampling_params import RequestOutputKind
+from cupaged.scheduler.scheduler import Scheduler
 from tests.engine.conftest import ALPHABET, EOS, PROMPT, MakeEngine, finish, greedy, run
 from tests.engine.scripted import ScriptedExecutor, continuation, scripted
 from tests.engine.tiny_tokenizers import byte_level, write_directory
@@ -321,3 +322,30 @@ def test_text_tokens_and_logprobs_end_at_the_token_that_completes_a_stop_string(
     assert [next(iter(entry)) for part in parts for entry in part.logprobs or []] == token_ids
     assert "".join(part.text for part in parts) == text[:3]
     assert parts[-1].cumulative_logprob == -sum(token_ids) / 8
+
+
+@pytest.mark.parametrize("method", ["add", "finish_group"])
+def test_a_call_that_is_interrupted_leaves_nobody_behind_whom_no_abort_finds(
+    make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch, method: str
+) -> None:
+    engine, call = make_engine(), getattr(Scheduler, method)
+    engine.add_request("other", PROMPT, greedy(20))
+    engine.step()
+
+    def interrupted(scheduler: Scheduler, *args: Any) -> None:
+        if method == "add":  # after it; an abort before it
+            call(scheduler, *args)
+        raise KeyboardInterrupt
+
+    def add_and_abort() -> None:
+        engine.add_request("r", PROMPT, greedy())
+        engine.abort("r")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Scheduler, method, interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            add_and_abort()
+
+    assert not engine.has_unfinished()
+    assert engine.scheduler.num_waiting == engine.scheduler.num_used_blocks == 0
+    assert run(engine, greedy()).outputs[0].token_ids == continuation(PROMPT, 8)
