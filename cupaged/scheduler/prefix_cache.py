@@ -17,7 +17,7 @@ from cupaged.jit import njit, njit_inner
 ROOT = 0  # serial of the empty prefix
 NO_ENTRY = 0  # serial of a block that is no entry
 EMPTY = -1  # in slots
-MAX_SALTS = 1 << 16  # known at a time; whose id is forgotten gets a new one, and finds nothing
+MAX_SALTS = 1 << 13  # known at a time; whose id is forgotten gets a new one, and finds nothing
 
 _MULTIPLIER = np.uint64(0x9E3779B97F4A7C15)  # 2**64 / the golden ratio, odd
 _SHIFT = np.uint64(32)
