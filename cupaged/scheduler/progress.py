@@ -189,12 +189,18 @@ def reorder_beams(
     rows: Rows,
     pools: Pools,
     beams: NDArray[np.int32],
-    parents: NDArray[np.int32],
-    token_ids: NDArray[np.int32],
+    choices: NDArray[np.int32],  # [2, at most beams.size], parents and token ids
+    serial: int,
 ) -> None:
-    """Let the row beams[i] be what beams[parents[i]] was and then token_ids[i], the others take no part."""
+    """Let the row beams[i] be what beams[parents[i]] was and then token_ids[i], the others take no part.
+
+    All get a new serial, so that what is in flight for them is discarded.
+    """
+    parents, token_ids = choices[0], choices[1]
     longest = 0
     for row in beams:
+        assert not rows.at[row].is_pending, "a beam has not come to its token yet"
+        rows.at[row].serial = serial
         longest = max(longest, rows.at[row].num_tokens)
     old, tokens = rows.at[beams], np.empty((beams.size, longest), np.int32)
     for i in range(beams.size):

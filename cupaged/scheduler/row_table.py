@@ -5,6 +5,7 @@ from numpy.typing import NDArray
 
 from cupaged.scheduler.state import (
     NO_SERIAL,
+    begin_group,
     create_rows,
     create_sampling_rows,
     load_row,
@@ -42,15 +43,13 @@ class RowTable:
             self.rows = load_row(self.rows, seq.row, seq, salt=salt)
             self.sampling = load_sampling_row(self.sampling, seq.row, seq)
         rows = self.of_group(group)
-        at = self.rows.at
-        at.is_pending[rows[1:]] = at.num_tokens[rows[1:]] > 0
-        self.renew_serial(rows)
+        begin_group(self.rows, rows, self.new_serial())
         return rows
 
-    def renew_serial(self, rows: NDArray[np.int32]) -> None:
-        """Give a group's rows a serial of their own: what steps in flight bring back for them is nobody's."""
+    def new_serial(self) -> int:
+        """Return a serial that no row has had: what steps in flight bring back for others is nobody's."""
         self._last_serial += 1
-        self.rows.at.serial[rows] = self._last_serial
+        return self._last_serial
 
     def unload(self, group: SequenceGroup) -> None:
         """Keep in a group's unfinished sequences what their rows knew, and free the rows."""

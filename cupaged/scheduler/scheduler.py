@@ -185,12 +185,9 @@ class Scheduler:
             for seq in group.sequences[len(parents) :]:
                 seq.token_ids = known[0][:0]
             return
-        beams = self._table.of_group(group)
-        chosen = np.array(token_ids, np.int32)
-        rows = self._table.rows
-        assert not rows.at.is_pending[beams].any(), "a beam has not come to its token yet"
-        reorder_beams(rows, self.block_manager.pools, beams, np.array(parents, np.int32), chosen)
-        self._table.renew_serial(beams)
+        table, choices = self._table, np.array((parents, token_ids), np.int32)
+        beams, serial = table.of_group(group), table.new_serial()
+        reorder_beams(table.rows, self.block_manager.pools, beams, choices, serial)
 
     def reset_prefix_cache(self) -> None:
         """Find nothing again that is cached, or in use, by now; blocks in use stay with who holds them."""

@@ -118,11 +118,17 @@ def _write_ids(table: NDArray[np.int32], row: int, ids: tuple[int, ...]) -> NDAr
 
 
 @njit
-def restart_chain(rows: Rows, row: int) -> None:
-    """Let the prefix cache be told of the row's blocks from the first one on."""
-    rows.at[row].num_registered = 0
-    rows.at[row].chain_hash = root_hash(rows.at[row].salt)
-    rows.at[row].chain_serial = ROOT
+def begin_group(rows: Rows, group: NDArray[np.int32], serial: int) -> None:
+    """Give the filled rows of a group their serial; let all but the first wait for it, to fork.
+
+    The prefix cache is to be told of their blocks from the first one on.
+    """
+    for i in range(group.size):
+        at = rows.at[group[i]]
+        at.serial = serial
+        at.is_pending = i > 0 and at.num_tokens > 0
+        at.chain_hash = root_hash(at.salt)
+        at.chain_serial = ROOT
 
 
 def load_row(rows: Rows, row: int, seq: Sequence, *, salt: int) -> Rows:
@@ -141,7 +147,6 @@ def load_row(rows: Rows, row: int, seq: Sequence, *, salt: int) -> Rows:
         "is_beam": group.is_beam,
     }
     rows.at[row] = tuple(values.get(name, 0) for name in ROW.names or ())
-    restart_chain(rows, row)
     return rows._replace(stop_token_ids=_write_ids(rows.stop_token_ids, row, group.stop_token_ids))
 
 
