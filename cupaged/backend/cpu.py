@@ -88,8 +88,8 @@ class CpuBackend:
         self._arena.create(use.activations - HostMemory.alignment)
 
     def create_pool(self, shape: tuple[int, ...]) -> Array:
-        """Return a KV cache pool; its contents are undefined."""
-        return no_memory(shape, self.kv_dtype) if self._arena.measuring else np.empty(shape, self.kv_dtype)
+        """Return a KV cache pool of zeros: a block read before it was written shows alike in every run."""
+        return no_memory(shape, self.kv_dtype) if self._arena.measuring else np.zeros(shape, self.kv_dtype)
 
     def create_host_pool(self, shape: tuple[int, ...]) -> Array:
         """Return a second pool, of the same memory."""

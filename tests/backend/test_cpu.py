@@ -238,6 +238,17 @@ def test_copy_blocks_moves_whole_blocks_of_a_bfloat16_pool() -> None:
     assert pool.reshape(3, -1).astype(np.float32).mean(1).tolist() == [2, 1, 2]
 
 
+@pytest.mark.parametrize("name", ["create_pool", "create_host_pool"])
+def test_new_pool_holds_zeros_whatever_its_memory_held_before(name: str) -> None:
+    create_pool, shape = getattr(create("bfloat16"), name), pool_shape(CONFIG, 3, 16)
+    for _ in range(2):
+        pool = create_pool(shape)
+
+        assert not pool.any()
+        pool[:] = 1
+        del pool  # for the next one to be made of
+
+
 def test_result_on_the_host_outlives_the_forward() -> None:
     backend = create()
     handle = backend.prepare_linear([{"weight": np.eye(4, dtype=np.float32)}])
