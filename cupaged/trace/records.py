@@ -1,4 +1,4 @@
-"""The file: a line that names the format, then records, each with its length and checksum.
+"""The file: a line that names the format, then records, each with its length and a checksum of all so far.
 
 A record goes to the operating system as it is written, so a process that dies loses none; a reader takes
 every whole record of a file that ends within one.
@@ -16,9 +16,9 @@ from cupaged.trace.varint import decode_ints
 
 logger = logging.getLogger(__name__)
 
-MAGIC = b"cupaged trace 1\n"
+MAGIC = b"cupaged trace 2\n"
 _HEAD = struct.Struct("<IB")  # bytes of payload, kind
-_CHECKSUM = struct.Struct("<I")  # CRC-32 of head and payload
+_CHECKSUM = struct.Struct("<I")  # CRC-32 of heads and payloads from the first record to this one
 
 
 class Kind(IntEnum):
@@ -76,6 +76,7 @@ class TraceFile:
         self.path = Path(path)
         self.with_text = with_text
         self.num_bytes = 0
+        self._checksum = 0
         if self.path.is_dir():
             raise ValueError(f"the trace {str(path)!r} is a directory; name a file")
         if self.path.exists() and self.path.stat().st_size > 0:
@@ -89,7 +90,8 @@ class TraceFile:
         if self._has_ended:
             return
         head = _HEAD.pack(len(payload), kind)
-        data = head + payload + _CHECKSUM.pack(zlib.crc32(payload, zlib.crc32(head)))
+        self._checksum = zlib.crc32(payload, zlib.crc32(head, self._checksum))
+        data = head + payload + _CHECKSUM.pack(self._checksum)
         try:
             if self._file is None:
                 self._file = io.FileIO(self.path, "w")  # unbuffered: what is written survives the process
@@ -123,17 +125,17 @@ def read_records(path: str | Path) -> Recording:
             f"{path} is no trace of this version: it begins {data[: len(MAGIC)]!r}, not {MAGIC!r}"
         )
     records: list[Record] = []
-    at = len(MAGIC)
+    at, checksum = len(MAGIC), 0
     while at + _HEAD.size <= len(data):
         size, kind = _HEAD.unpack_from(data, at)
         end = at + _HEAD.size + size
         if end + _CHECKSUM.size > len(data):
             break
-        (checksum,) = _CHECKSUM.unpack_from(data, end)
-        if zlib.crc32(data[at:end]) != checksum or kind not in _KINDS:
+        checksum = zlib.crc32(data[at:end], checksum)
+        if _CHECKSUM.unpack_from(data, end) != (checksum,) or kind not in _KINDS:
             raise ValueError(
-                f"{path}: record {len(records)}, at byte {at} of {len(data)}, is damaged; what is before it "
-                f"is a whole trace: head -c {at}"
+                f"{path}: record {len(records)}, at byte {at} of {len(data)}, is damaged or not in "
+                f"its place; what is before it is a whole trace: head -c {at}"
             )
         records.append(Record(Kind(kind), data[at + _HEAD.size : end]))
         at = end + _CHECKSUM.size

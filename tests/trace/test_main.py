@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from cupaged.trace.__main__ import main
+from cupaged.trace.records import TraceFile, read_records
 from tests.trace.runs import record, small_config
 
 
@@ -107,14 +108,15 @@ def test_a_file_that_ends_early_is_replayed_and_it_is_said(
 
 
 def test_plans_that_differ_are_exit_code_1(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    trace, other = tmp_path / "a.trace", tmp_path / "other.trace"
+    trace, other, mixed = (tmp_path / name for name in ("a.trace", "other.trace", "mixed.trace"))
     record(trace, small_config(num_blocks=25), seed=1, number=10)
     record(other, small_config(num_blocks=24), seed=1, number=10)
-    data, records = trace.read_bytes(), other.read_bytes()
-    start, end = (d.index(b"}}") + 6 for d in (data, records))  # behind the configuration and its checksum
-    other.write_bytes(data[:start] + records[end:])
+    file = TraceFile(mixed, with_text=False)
+    for kind, payload in read_records(trace).records[:1] + read_records(other).records[1:]:
+        file.write(kind, payload)
+    file.close()
 
-    assert main(["replay", str(other)]) == 1
+    assert main(["replay", str(mixed)]) == 1
 
     assert "the plans differ: step " in capsys.readouterr().err
 

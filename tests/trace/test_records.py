@@ -2,8 +2,10 @@
 
 import errno
 import logging
+from itertools import pairwise
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from cupaged.trace.records import MAGIC, Kind, TraceFile, read_records
@@ -71,6 +73,24 @@ def test_damage_is_found_and_the_error_says_how_much_is_whole(tmp_path: Path) ->
     whole = int(str(info.value).rsplit(" ", 1)[1])
     (tmp_path / "a.trace").write_bytes(data[:whole])
     assert len(read_records(tmp_path / "a.trace").records) == 2
+
+
+def spans(path: Path) -> list[bytes]:
+    """Return the file's line and its records, each as it stands there."""
+    write(path)
+    ends = np.cumsum([len(MAGIC), *(9 + len(payload) for payload in PAYLOADS)])
+    return [path.read_bytes()[begin:end] for begin, end in pairwise([0, *ends])]
+
+
+@pytest.mark.parametrize("order", [[0, 1, 3, 2, 4], [0, 1, 2, 2, 3, 4], [0, 1, 2, 4]])
+def test_whole_records_that_are_moved_doubled_or_left_out_are_damage(
+    tmp_path: Path, order: list[int]
+) -> None:
+    parts = spans(tmp_path / "a.trace")
+    (tmp_path / "a.trace").write_bytes(b"".join(parts[i] for i in order))
+
+    with pytest.raises(ValueError, match="is damaged or not in its place"):
+        read_records(tmp_path / "a.trace")
 
 
 def test_another_file_is_refused(tmp_path: Path) -> None:
