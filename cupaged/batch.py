@@ -23,11 +23,10 @@ class Count(IntEnum):
     NUM_LOGITS = 3
     TABLE_WIDTH = 4  # blocks of the longest sequence of the step
     NUM_COPY = 5
-    NUM_ROW_COPY = 6
-    NUM_SWAP_OUT = 7
-    NUM_SWAP_IN = 8
-    NUM_BANNED = 9
-    NUM_HISTORY = 10
+    NUM_SWAP_OUT = 6
+    NUM_SWAP_IN = 7
+    NUM_BANNED = 8
+    NUM_HISTORY = 9
 
 
 NUM_COUNTS = 16  # room to grow without moving what follows
@@ -88,7 +87,6 @@ class BatchArrays(NamedTuple):
     logit_target: Array  # [T], -1 = sample here; else the prompt token whose log-probability is wanted
     block_tables: Array  # [S, W]
     copy: Array  # [S, 2], block ids (from, to), for copy-on-write
-    row_copy: Array  # [S, 2], rows (from, to) of last_token; no plan needs any: forks sample for themselves
     banned_start: Array  # [S + 1], sequence i must not sample banned[start[i] : start[i + 1]]
     history_start: Array  # [S + 1], likewise into history
     tail: Array  # swap_out pairs, swap_in pairs, banned, history, one after the other
@@ -109,7 +107,7 @@ def layout(bucket: Bucket) -> dict[str, tuple[int, tuple[int, ...]]]:
     shapes: dict[str, tuple[int, ...]] = {name: (S,) for name in BatchArrays._fields if name != "tail"}
     shapes |= dict.fromkeys(by_token, (T,))
     shapes |= dict.fromkeys(("query_start", "banned_start", "history_start"), (S + 1,))
-    shapes |= dict.fromkeys(("seed", "copy", "row_copy"), (S, 2))
+    shapes |= dict.fromkeys(("seed", "copy"), (S, 2))
     shapes |= {"counts": (NUM_COUNTS,), "block_tables": (S, W)}
     places: dict[str, tuple[int, tuple[int, ...]]] = {}
     offset = 0
@@ -172,7 +170,7 @@ class Batch:
         self.logit_index, self.logit_seq = a.logit_index[:logits], a.logit_seq[:logits]
         self.logit_target = a.logit_target[:logits]
         self.block_tables = a.block_tables[:seqs, : c[Count.TABLE_WIDTH]]
-        self.copy, self.row_copy = a.copy[: c[Count.NUM_COPY]], a.row_copy[: c[Count.NUM_ROW_COPY]]
+        self.copy = a.copy[: c[Count.NUM_COPY]]
         self.banned_start, self.history_start = a.banned_start[: seqs + 1], a.history_start[: seqs + 1]
         swap_in = 2 * c[Count.NUM_SWAP_OUT]
         banned = swap_in + 2 * c[Count.NUM_SWAP_IN]

@@ -2,7 +2,6 @@
 //   x                 bytes[n][row_bytes], rows x_stride units of 16 bytes apart; row_bytes = 16 * num_units
 //   index             int32[num_rows], -1 = padding: that row of out stays as it is
 //   out               bytes[num_rows][row_bytes]
-//   row_copy          int32[num_row_copy][2], rows (from, to), done one after the other
 //   rows, flags       int32[num_seqs], row -1 = padding
 //   query_start       int32[num_seqs + 1]
 //   last_token        int32[max_num_seqs], by row
@@ -22,9 +21,9 @@
 //   shared     0
 //
 // kernel load_last_tokens
-//   grid       1, block THREADS: forks come before inputs that read them
-//   bytes      num_row_copy * 128 + num_seqs * 76
-//   unique     num_row_copy * 16 + num_seqs * 20
+//   grid       ceil_div(num_seqs, THREADS), block THREADS
+//   bytes      num_seqs * 76
+//   unique     num_seqs * 20
 //   flops      0
 //   registers  32
 //   shared     0
@@ -62,19 +61,12 @@ gather_rows(uint4* __restrict__ out, const uint4* __restrict__ x, const int* __r
   store16(out + at, load16(x + index[row] * x_stride + unit));
 }
 
-// One block. Rows are copied in order, because one may be copied on: few, at forks only, so one thread will do.
 KERNEL(THREADS)
-load_last_tokens(int* __restrict__ last_token, int* __restrict__ input_ids, const int* __restrict__ row_copy,
-                 const int* __restrict__ rows, const int* __restrict__ flags, const int* __restrict__ query_start,
-                 int num_row_copy, int num_seqs) {
-  if (threadIdx.x == 0) {
-    for (int i = 0; i < num_row_copy; i++) last_token[row_copy[2 * i + 1]] = last_token[row_copy[2 * i]];
-  }
-  __syncthreads();
-  for (int seq = threadIdx.x; seq < num_seqs; seq += THREADS) {
-    if (rows[seq] >= 0 && flags[seq] & INPUT_FROM_LAST_TOKEN) {
-      input_ids[query_start[seq + 1] - 1] = last_token[rows[seq]];
-    }
+load_last_tokens(int* __restrict__ input_ids, const int* __restrict__ rows, const int* __restrict__ flags,
+                 const int* __restrict__ query_start, const int* __restrict__ last_token, int num_seqs) {
+  const int seq = blockIdx.x * THREADS + threadIdx.x;
+  if (seq < num_seqs && rows[seq] >= 0 && flags[seq] & INPUT_FROM_LAST_TOKEN) {
+    input_ids[query_start[seq + 1] - 1] = last_token[rows[seq]];
   }
 }
 

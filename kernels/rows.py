@@ -8,7 +8,6 @@ from cupaged.kernels.launch import Array, Device, ceil_div, require_packed, row_
 
 SAMPLES, INPUT_FROM_LAST_TOKEN = 1, 2  # bits of a sequence's flags, as in batch.Flag
 THREADS = 256  # a block
-ONE_BLOCK = 1024  # threads of the one block of load_last_tokens
 BATCH = 4  # units of 16 bytes that a thread of copy_blocks moves
 
 
@@ -32,18 +31,15 @@ def gather_rows_cuda(device: Device, x: Array, index: Array, out: Array) -> None
     kernel(grid, THREADS, (out, x, index, num_rows, num_units, x_stride))
 
 
-@njit(signatures=["void(i4[:,::1],i4[::1],i4[::1],i4[::1],i4[::1],i4[::1])"])
+@njit(signatures=["void(i4[::1],i4[::1],i4[::1],i4[::1],i4[::1])"])
 def load_last_tokens_cpu(
-    row_copy: Any,  # int32[n, 2], rows (from, to)
     rows: Any,  # int32[num_seqs], and so flags; row -1 = padding
     flags: Any,
     query_start: Any,  # int32[num_seqs + 1]
     last_token: Any,  # int32[max_num_seqs]
     input_ids: Any,  # int32[num_tokens]
 ) -> None:
-    """Copy rows of last_token in order, then set the last input of each sequence that is flagged for it."""
-    for i in range(row_copy.shape[0]):
-        last_token[row_copy[i, 1]] = last_token[row_copy[i, 0]]
+    """Set the last input of each sequence that is flagged for it to its row of last_token."""
     for seq in range(rows.shape[0]):
         if rows[seq] >= 0 and flags[seq] & INPUT_FROM_LAST_TOKEN:
             input_ids[query_start[seq + 1] - 1] = last_token[rows[seq]]
@@ -51,17 +47,16 @@ def load_last_tokens_cpu(
 
 def load_last_tokens_cuda(
     device: Device,
-    row_copy: Array,  # int32[n, 2], rows (from, to)
     rows: Array,  # int32[num_seqs], and so flags; row -1 = padding
     flags: Array,
     query_start: Array,  # int32[num_seqs + 1]
     last_token: Array,  # int32[max_num_seqs]
     input_ids: Array,  # int32[num_tokens]
 ) -> None:
-    """Copy rows of last_token in order, then set the last input of each sequence that is flagged for it."""
-    kernel = device.kernel("rows", "load_last_tokens", THREADS=ONE_BLOCK)
-    counts = (len(row_copy), len(rows))
-    kernel((1, 1, 1), ONE_BLOCK, (last_token, input_ids, row_copy, rows, flags, query_start, *counts))
+    """Set the last input of each sequence that is flagged for it to its row of last_token."""
+    kernel = device.kernel("rows", "load_last_tokens", THREADS=THREADS)
+    grid = (ceil_div(len(rows), THREADS), 1, 1)
+    kernel(grid, THREADS, (input_ids, rows, flags, query_start, last_token, len(rows)))
 
 
 @njit(signatures=["void(i4[::1],i4[::1],i4[::1],i4[::1])"])

@@ -25,7 +25,7 @@ def test_shapes_are_the_bucket_capacities() -> None:
     assert arrays.counts.shape == (NUM_COUNTS,)
     assert arrays.input_ids.shape == arrays.logit_target.shape == (33,)
     assert arrays.query_start.shape == arrays.banned_start.shape == arrays.history_start.shape == (6,)
-    assert arrays.seed.shape == arrays.copy.shape == arrays.row_copy.shape == (5, 2)
+    assert arrays.seed.shape == arrays.copy.shape == (5, 2)
     assert arrays.block_tables.shape == (5, 3)
     assert arrays.tail.shape == (7,)
 
@@ -55,7 +55,7 @@ def test_batch_cuts_the_views_by_the_counts() -> None:
     counts = view(buffer, BUCKET).counts
     counts[:] = 0
     counts[[Count.NUM_TOKENS, Count.NUM_SEQS, Count.NUM_DECODES, Count.NUM_LOGITS]] = 20, 4, 3, 9
-    counts[[Count.TABLE_WIDTH, Count.NUM_COPY, Count.NUM_ROW_COPY]] = 2, 1, 2
+    counts[[Count.TABLE_WIDTH, Count.NUM_COPY]] = 2, 1
 
     batch = Batch(buffer, BUCKET, np.zeros(4, np.int64))
 
@@ -65,7 +65,7 @@ def test_batch_cuts_the_views_by_the_counts() -> None:
     assert batch.rows.size == batch.flags.size == batch.temperature.size == 4
     assert batch.logit_index.size == batch.logit_seq.size == batch.logit_target.size == 9
     assert batch.block_tables.shape == (4, 2)
-    assert (batch.copy.shape, batch.row_copy.shape) == ((1, 2), (2, 2))
+    assert batch.copy.shape == (1, 2)
 
 
 def test_tail_holds_swap_pairs_then_banned_then_history() -> None:

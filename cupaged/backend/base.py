@@ -201,7 +201,7 @@ class Backend(Protocol):
 
     # Sampling: rows of logits float32[n, vocab_size] are logit_index[first : first + n] of the batch.
     def load_last_tokens(self, batch: Batch, last_token: Array) -> None:
-        """Do row_copy on last_token int32[max_num_seqs], then fill the inputs INPUT_FROM_LAST_TOKEN flags."""
+        """Fill the inputs that INPUT_FROM_LAST_TOKEN flags from last_token int32[max_num_seqs], by row."""
 
     def sample(self, logits: Array, batch: Batch, first: int, token_ids: Array) -> None:
         """Set token_ids[logit_seq], int32[num_seqs], for the rows that sample; logits stay as they are."""

@@ -238,11 +238,10 @@ class CpuBackend:
         return out
 
     def load_last_tokens(self, batch: Batch, last_token: Array) -> None:
-        """Copy rows of last_token, then fill the inputs that ask for it."""
+        """Fill the inputs that ask for the last token of their row."""
         if not self._arena.measuring:
-            rows.load_last_tokens_cpu(
-                batch.row_copy, batch.rows, batch.flags, batch.query_start, last_token, batch.input_ids
-            )
+            sequences = (batch.rows, batch.flags, batch.query_start)
+            rows.load_last_tokens_cpu(*sequences, last_token, batch.input_ids)
 
     def sample(self, logits: Array, batch: Batch, first: int, token_ids: Array) -> None:
         """Set token_ids of the sequences that sample in these rows."""

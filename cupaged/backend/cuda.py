@@ -319,9 +319,9 @@ class CudaBackend:
         return out
 
     def load_last_tokens(self, batch: Batch, last_token: Array) -> None:
-        """Copy rows of last_token, then fill the inputs that ask for it."""
+        """Fill the inputs that ask for the last token of their row."""
         sequences = (batch.rows, batch.flags, batch.query_start)
-        load_last_tokens_cuda(self._launcher, batch.row_copy, *sequences, last_token, batch.input_ids)
+        load_last_tokens_cuda(self._launcher, *sequences, last_token, batch.input_ids)
 
     def sample(self, logits: Array, batch: Batch, first: int, token_ids: Array) -> None:
         """Set token_ids of the sequences that sample in these rows."""

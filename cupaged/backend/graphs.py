@@ -69,5 +69,5 @@ class DecodeGraphs:
 
 
 def _is_plain(batch: Batch) -> bool:
-    """Return whether each sequence has one new token, and no row's last token is copied to another."""
-    return batch.num_decodes == batch.num_seqs == batch.num_tokens and len(batch.row_copy) == 0
+    """Return whether each sequence has one new token."""
+    return batch.num_decodes == batch.num_seqs == batch.num_tokens

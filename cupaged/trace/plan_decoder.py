@@ -37,7 +37,6 @@ class Plan(NamedTuple):
     logit_samples: NDArray[np.bool_]  # [num_logits], logit_target is -1
     block_tables: NDArray[np.int32]
     copy: NDArray[np.int32]
-    row_copy: NDArray[np.int32]
     banned_start: NDArray[np.int32]
     history_start: NDArray[np.int32]
     swap_out: NDArray[np.int32]
@@ -123,7 +122,7 @@ class PlanDecoder:
         views |= {"counts": counts, "rows": rows, "positions": positions, "slot_mapping": slots}
         views["seed"] = columns[:, [Column.SEED_LOW, Column.SEED_HIGH]]
         views |= _read_logits(values, views, int(counts[Count.NUM_LOGITS]))
-        for name in ("copy", "row_copy", "swap_out", "swap_in"):
+        for name in ("copy", "swap_out", "swap_in"):
             views[name] = _read_pairs(values, int(counts[Count[f"NUM_{name.upper()}"]]))
         kept = (np.float32, np.bool_)
         for name, values_of in views.items():

@@ -17,7 +17,7 @@ RESET = int(Flag.RESET)
 NUM_COUNTED = len(Count)
 C_TOKENS, C_SEQS, C_DECODES = int(Count.NUM_TOKENS), int(Count.NUM_SEQS), int(Count.NUM_DECODES)
 C_LOGITS, C_WIDTH = int(Count.NUM_LOGITS), int(Count.TABLE_WIDTH)
-C_COPY, C_ROW_COPY = int(Count.NUM_COPY), int(Count.NUM_ROW_COPY)
+C_COPY = int(Count.NUM_COPY)
 C_SWAP_OUT, C_SWAP_IN = int(Count.NUM_SWAP_OUT), int(Count.NUM_SWAP_IN)
 ROW, TABLE, NUM_NEW = int(Column.ROW), int(Column.TABLE), int(Column.NUM_NEW)
 SEQ_LEN, FLAGS, OUTPUT_POSITION = int(Column.SEQ_LEN), int(Column.FLAGS), int(Column.OUTPUT_POSITION)
@@ -194,7 +194,6 @@ def encode(state: PlanState, a: BatchArrays, out: NDArray[np.uint8]) -> int:
     at = put_tokens(state, a, num_seqs, out, at)
     at = put_logits(a, num_seqs, out, at)
     at = put_pairs(out, at, a.copy[: counts[C_COPY]].reshape(-1))
-    at = put_pairs(out, at, a.row_copy[: counts[C_ROW_COPY]].reshape(-1))
     swap_in = 2 * counts[C_SWAP_OUT]
     at = put_pairs(out, at, a.tail[:swap_in])
     return put_pairs(out, at, a.tail[swap_in : swap_in + 2 * counts[C_SWAP_IN]])
@@ -211,7 +210,7 @@ class PlanEncoder:
     def encode(self, batch: Batch) -> bytes:
         """Return the plan of `batch`."""
         per_seq = 4 + NUM_COLUMNS + 2 * batch.block_tables.shape[1]
-        pairs = 2 * sum(map(len, (batch.copy, batch.row_copy, batch.swap_out, batch.swap_in)))
+        pairs = 2 * sum(map(len, (batch.copy, batch.swap_out, batch.swap_in)))
         at_most = 32 + batch.num_seqs * per_seq + 4 * batch.num_tokens + 2 * batch.num_logits + pairs
         if self._out.size < MAX_BYTES * at_most:
             self._out = np.empty(2 * MAX_BYTES * at_most, np.uint8)  # touched only as far as it is written

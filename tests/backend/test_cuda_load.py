@@ -57,16 +57,14 @@ class TestSteps:
 
         assert gpu.launches == []
 
-    def test_rows_to_copy_and_mixed_steps_run_eagerly(self) -> None:
+    def test_mixed_steps_run_eagerly(self) -> None:
         gpu = EmulatedGpu()
         step = self.load(gpu)
-        copied = copy_batch(CHUNKS[2])
-        copied.arrays.counts[Count.NUM_ROW_COPY] = 1
+        gpu.launches.clear()
 
-        for batch in (CHUNKS[1], copy_batch(copied)):
-            gpu.launches.clear()
-            step(batch)
-            assert "paged_decode" in gpu.launches
+        step(CHUNKS[1])
+
+        assert "paged_decode" in gpu.launches
 
     def test_decodes_that_share_too_many_blocks_for_a_graph_run_in_several_launches(self) -> None:
         gpu = EmulatedGpu()

@@ -38,20 +38,9 @@ def test_padding_of_the_index_gathers_nothing() -> None:
 def test_last_input_of_a_flagged_sequence_is_its_rows_last_token() -> None:
     input_ids, last_token = ints(1, 2, 3, 4, 5), ints(10, 11, 12, 13)
 
-    load_last_tokens_cpu(
-        np.empty((0, 2), np.int32), ints(3, 0, 1), ints(2, 1, 3), ints(0, 1, 3, 5), last_token, input_ids
-    )
+    load_last_tokens_cpu(ints(3, 0, 1), ints(2, 1, 3), ints(0, 1, 3, 5), last_token, input_ids)
 
     assert input_ids.tolist() == [13, 2, 3, 4, 11]
-
-
-def test_forked_row_takes_its_last_token_along_before_it_is_read() -> None:
-    input_ids, last_token = ints(0), ints(10, 11)
-
-    load_last_tokens_cpu(ints(0, 1).reshape(1, 2), ints(1), ints(2), ints(0, 1), last_token, input_ids)
-
-    assert input_ids.tolist() == [10]
-    assert last_token.tolist() == [10, 10]
 
 
 def test_only_sequences_that_sampled_store_their_token() -> None:
@@ -65,9 +54,7 @@ def test_only_sequences_that_sampled_store_their_token() -> None:
 def test_padding_rows_neither_load_nor_store() -> None:
     input_ids, last_token = ints(1, 2), ints(10, 11)
 
-    load_last_tokens_cpu(
-        np.empty((0, 2), np.int32), ints(-1, -1), ints(3, 3), ints(0, 1, 2), last_token, input_ids
-    )
+    load_last_tokens_cpu(ints(-1, -1), ints(3, 3), ints(0, 1, 2), last_token, input_ids)
     store_last_tokens_cpu(ints(-1, -1), ints(1, 1), ints(7, 8), last_token)
 
     assert input_ids.tolist() == [1, 2]

@@ -9,8 +9,6 @@ import pytest
 from cupaged.kernels.rows import (
     BATCH,
     INPUT_FROM_LAST_TOKEN,
-    ONE_BLOCK,
-    SAMPLES,
     THREADS,
     copy_blocks_cuda,
     gather_rows_cpu,
@@ -69,7 +67,7 @@ def test_row_beyond_32_gb_is_reached(tmp_path: Path) -> None:
     assert out.tobytes() == x[last:].tobytes()
 
 
-@pytest.mark.parametrize("num_seqs", [1, 17, ONE_BLOCK + 97])
+@pytest.mark.parametrize("num_seqs", [1, 17, THREADS + 97])
 def test_last_tokens_equal_the_twins(device: EmulatedDevice, num_seqs: int) -> None:
     rng = np.random.default_rng(0)
     rows = rng.permutation(num_seqs + 5)[:num_seqs].astype(np.int32)
@@ -79,30 +77,17 @@ def test_last_tokens_equal_the_twins(device: EmulatedDevice, num_seqs: int) -> N
     last_token, input_ids = (
         rng.integers(0, 1000, n).astype(np.int32) for n in (num_seqs + 5, query_start[-1])
     )
-    row_copy = rng.integers(0, num_seqs + 5, (num_seqs // 2, 2)).astype(np.int32)  # chains among them
     token_ids = rng.integers(0, 1000, num_seqs).astype(np.int32)
     twin_last_token, twin_input_ids = last_token.copy(), input_ids.copy()
-    load_last_tokens_cpu(row_copy, rows, flags, query_start, twin_last_token, twin_input_ids)
+    load_last_tokens_cpu(rows, flags, query_start, twin_last_token, twin_input_ids)
 
-    load_last_tokens_cuda(device, row_copy, rows, flags, query_start, last_token, input_ids)
+    load_last_tokens_cuda(device, rows, flags, query_start, last_token, input_ids)
     assert np.array_equal(last_token, twin_last_token)
     assert np.array_equal(input_ids, twin_input_ids)
 
     store_last_tokens_cpu(rows, flags, token_ids, twin_last_token)
     store_last_tokens_cuda(device, rows, flags, token_ids, last_token)
     assert np.array_equal(last_token, twin_last_token)
-
-
-def test_row_that_is_copied_to_is_copied_on_and_read(device: EmulatedDevice) -> None:
-    last_token, input_ids = ints(10, 11, 12), ints(0, 0)
-    flags = ints(SAMPLES | INPUT_FROM_LAST_TOKEN, INPUT_FROM_LAST_TOKEN)
-
-    load_last_tokens_cuda(
-        device, pairs((0, 1), (1, 2)), ints(1, 2), flags, ints(0, 1, 2), last_token, input_ids
-    )
-
-    assert last_token.tolist() == [10, 10, 10]
-    assert input_ids.tolist() == [10, 10]
 
 
 UNITS = THREADS * BATCH  # that a thread block copies
@@ -156,12 +141,11 @@ def test_order_of_threads_changes_no_bit() -> None:
     rng = np.random.default_rng(0)
     before = rng.integers(0, 1000, 20).astype(np.int32)
     last_token, input_ids, rows = np.empty_like(before), np.empty(20, np.int32), np.arange(20, dtype=np.int32)
-    row_copy = rng.integers(0, 20, (9, 2)).astype(np.int32)
 
     def launch(device: EmulatedDevice) -> None:
         last_token[:], input_ids[:] = before, 0
         flags, query_start = np.full(20, INPUT_FROM_LAST_TOKEN, np.int32), np.arange(21, dtype=np.int32)
-        load_last_tokens_cuda(device, row_copy, rows, flags, query_start, last_token, input_ids)
+        load_last_tokens_cuda(device, rows, flags, query_start, last_token, input_ids)
 
     assert identical_under_all_schedules(launch, last_token, input_ids)
 

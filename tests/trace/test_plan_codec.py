@@ -12,7 +12,7 @@ from cupaged.trace.plan_state import create_plan_state
 from cupaged.trace.varint import decode_ints
 
 NUM_ROWS, MAX_BLOCKS, BLOCK_SIZE = 5, 7, 4
-PAIRS = (Count.NUM_COPY, Count.NUM_ROW_COPY, Count.NUM_SWAP_OUT, Count.NUM_SWAP_IN)
+PAIRS = (Count.NUM_COPY, Count.NUM_SWAP_OUT, Count.NUM_SWAP_IN)
 WORDS = np.iinfo(np.int32)
 
 

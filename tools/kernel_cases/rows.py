@@ -66,7 +66,6 @@ def copy_blocks(num_pairs: int, block_size: int) -> Case:
 def make_last_tokens(maker: Maker) -> dict[str, Array]:
     """Return a step of five sequences: some sample, some begin with their last token, one is padding."""
     return {
-        "row_copy": maker.array(np.array([[0, 7], [7, 8]], np.int32)),
         "rows": maker.array(np.array([8, 3, -1, 0, 5], np.int32)),
         "flags": maker.array(np.array([2, 1, 3, 3, 0], np.int32)),
         "query_start": maker.array(np.array([0, 1, 4, 5, 6, 8], np.int32)),
@@ -83,13 +82,13 @@ def last_tokens(kernel: str, launch: Callable[[Device, Arrays], None], output: s
         make=make_last_tokens,
         launch=launch,
         outputs=(output,),
-        variables={"num_row_copy": 2, "num_seqs": 5},
+        variables={"num_seqs": 5},
     )
 
 
 def load(device: Device, arrays: Arrays) -> None:
     """Launch load_last_tokens."""
-    names = ("row_copy", "rows", "flags", "query_start", "last_token", "input_ids")
+    names = ("rows", "flags", "query_start", "last_token", "input_ids")
     load_last_tokens_cuda(device, *(arrays[name] for name in names))
 
 
