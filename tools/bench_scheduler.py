@@ -7,7 +7,8 @@ decode    every sequence computes one token, from contexts of 64 to 448 tokens o
 turnover  one of 256 sequences ends in each step, and another enters whose prompt is not cached; the pool is
           so small that cached blocks are evicted for it
 forks     turnover of requests with 4 sequences each; the steps in which some fork or copy a block on write
-copies    the step in which half of all sequences copy a block on write, as all requests have just forked
+copies    requests of 4 sequences that begin and end together, in rounds; the steps in which half of all
+          sequences copy a block on write
 swaps     turnover in a pool that is too small; the steps in which blocks are swapped out or in
 beams     every request keeps 4 beams and chooses anew in each step; continue_beams counts as update
 
@@ -85,10 +86,10 @@ SCENARIOS = {
         TURNED_OVER,
     ),
     "copies": Scenario(
-        partial(Load, width=4, prompt_lengths=(17, 31)),
+        partial(Load, width=4, prompt_lengths=(17, 24), num_output=8, in_rounds=True),
         lambda step, num_seqs: step.num_copies >= num_seqs // 2,
-        num_steps=1,
-        num_runs=11,
+        num_warm_steps=10,  # a round
+        num_steps=11,
     ),
     "swaps": Scenario(_swaps, lambda step, num_seqs: step.num_swaps > 0, TURNED_OVER),  # noqa: ARG005
     "beams": Scenario(

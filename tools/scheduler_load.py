@@ -34,7 +34,8 @@ class Step(NamedTuple):
 class Load:
     """A scheduler with as many sequences as it can run; a request that ends makes room for another.
 
-    The first ones end one after the other, evenly over `num_output` steps; without it nobody ends.
+    The first ones end one after the other, evenly over `num_output` steps, or with the others of their round
+    if `in_rounds`; without num_output nobody ends.
     """
 
     def __init__(
@@ -46,6 +47,7 @@ class Load:
         prompt_lengths: tuple[int, int] = (SHORTEST, LONGEST),
         max_model_len: int = MAX_MODEL_LEN,
         width: int = 1,
+        in_rounds: bool = False,
         is_beam: bool = False,
         create: Callable[[SchedulerConfig], Scheduler] = Scheduler,
         **options: Any,
@@ -66,7 +68,7 @@ class Load:
         self._rng = np.random.default_rng(0)
         num_groups = num_seqs // width
         for i in range(1, 1 + num_groups):
-            self._add(num_output and 1 + num_output * i // num_groups)
+            self._add(num_output if in_rounds else num_output and 1 + num_output * i // num_groups)
 
     def step(self) -> Step:
         """Run a step, and replace the requests that ended in it."""

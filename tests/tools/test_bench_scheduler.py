@@ -9,7 +9,7 @@ NUM_SEQS = 16
 
 
 def few(scenario: Scenario) -> list[Step]:
-    return run(scenario._replace(num_steps=min(3, scenario.num_steps)), NUM_SEQS)
+    return run(scenario._replace(num_steps=3), NUM_SEQS)
 
 
 def test_decodes_are_of_all_sequences() -> None:
@@ -28,7 +28,7 @@ def test_turnover_computes_whole_new_prompts_and_evicts_for_them() -> None:
 
 def test_forks_copies_and_swaps_happen_in_the_steps_that_count() -> None:
     assert all(step.num_forks + step.num_copies > 0 for step in few(SCENARIOS["forks"]))
-    assert [step.num_copies for step in few(SCENARIOS["copies"])] == [NUM_SEQS // 2]
+    assert [step.num_copies for step in few(SCENARIOS["copies"])] == 3 * [NUM_SEQS // 2]
     assert all(step.num_swaps > 0 for step in few(SCENARIOS["swaps"]))
 
 
