@@ -3,7 +3,7 @@
 Forks and what they copy on write, prefixes found in the cache, beams; also while blocks are swapped.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -21,6 +21,7 @@ from tools.make_tiny_model import CLEAR_CASES, write_clear_model, write_tiny_tok
 BLOCK_BYTES = 2 * 2 * 2 * 16 * 64 * 2
 OPTIONS: dict[str, Any] = {"max_model_len": 96, "max_num_seqs": 8, "max_num_batched_tokens": 40}
 PROMPTS = [list(range(first, first + length)) for first, length in ((3, 37), (50, 16), (90, 3), (120, 48))]
+FIRST_OF_BEAMS = (3, 50, 90, 120)  # tokens
 FINAL = RequestOutputKind.FINAL_ONLY
 
 Tokens = list[list[list[int]]]  # of each sequence of each request
@@ -54,8 +55,9 @@ def generate(engine: LLMEngine, each: SamplingParams, prompts: list[list[int]] =
 
 
 def search(engine: LLMEngine, width: int) -> Tokens:
-    """Return the tokens of the best beams."""
-    for i, prompt in enumerate(PROMPTS):
+    """Return the tokens of the best beams, of prompts whose beams soon need blocks of their own."""
+    for i, first in enumerate(FIRST_OF_BEAMS):
+        prompt = list(range(first, first + 60))
         beams = BeamSearchParams(beam_width=width, max_tokens=12, ignore_eos=True)
         engine.add(engine.make_beam_request(str(i), prompt, beams))
     found: dict[str, list[list[int]]] = {}
@@ -63,7 +65,7 @@ def search(engine: LLMEngine, width: int) -> Tokens:
         for output in engine.step():
             found[output.request_id] = [completion.token_ids for completion in output.outputs]
         engine.scheduler.check_invariants()
-    return [found[str(i)] for i in range(len(PROMPTS))]
+    return [found[str(i)] for i in range(len(FIRST_OF_BEAMS))]
 
 
 def create(model_dir: Path, **options: Any) -> Engines:
@@ -81,51 +83,62 @@ def windowed_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory
 
 
-@pytest.fixture(scope="module", params=["roomy", "swapping", "recomputing", "swapping windowed"])
-def engines(request: pytest.FixtureRequest, clear_dir: Path, windowed_dir: Path) -> Iterator[Engines]:
-    """With room for all; or so little that groups are swapped out, or recomputed."""
+@pytest.fixture(params=["roomy", "swapping", "recomputing", "swapping windowed"])
+def with_blocks(
+    request: pytest.FixtureRequest, clear_dir: Path, windowed_dir: Path
+) -> Iterator[Callable[[int], Engines]]:
+    """With room for all; or with so few blocks, as a test says, that groups are swapped or recomputed."""
     mode, *windowed = request.param.split()
-    memory: dict[str, Any] = {"kv_cache_memory": 12 * BLOCK_BYTES, "swap_space": 2**-10}
-    modes: dict[str, dict[str, Any]] = {
-        "roomy": {"kv_cache_memory": 200 * BLOCK_BYTES},
-        "swapping": memory | {"preemption_mode": "swap"},
-        "recomputing": memory | {"preemption_mode": "recompute"},
-    }
-    made = create(windowed_dir if windowed else clear_dir, **modes[mode])
-    yield made
-    happened = made.cuda.counters
-    assert (happened[Counter.SWAPPED_IN_BLOCKS] > 0) == (mode == "swapping")
-    assert (happened[Counter.RECOMPUTED_TOKENS] > 0) == (mode == "recomputing")
+    made: list[LLMEngine] = []
+
+    def create_mode(num_blocks: int) -> Engines:
+        few: dict[str, Any] = {"kv_cache_memory": num_blocks * BLOCK_BYTES, "swap_space": 2**-10}
+        modes: dict[str, dict[str, Any]] = {
+            "roomy": {"kv_cache_memory": 200 * BLOCK_BYTES},
+            "swapping": few | {"preemption_mode": "swap"},
+            "recomputing": few | {"preemption_mode": "recompute"},
+        }
+        engines = create(windowed_dir if windowed else clear_dir, **modes[mode])
+        made.extend(engines)
+        return engines
+
+    yield create_mode
     for engine in made:
+        assert (engine.counters[Counter.SWAPPED_IN_BLOCKS] > 0) == (mode == "swapping")
+        assert (engine.counters[Counter.RECOMPUTED_TOKENS] > 0) == (mode == "recomputing")
         engine.close()
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.5])
-def test_forks_are_what_they_are_on_the_cpu(engines: Engines, temperature: float) -> None:
-    before = engines.cuda.counters.copy()
+def test_forks_are_what_they_are_on_the_cpu(
+    with_blocks: Callable[[int], Engines], temperature: float
+) -> None:
+    engines = with_blocks(12)
 
     on_cpu, on_cuda = (generate(engine, params(4, temperature)) for engine in engines)
 
     assert on_cuda == on_cpu
-    assert (engines.cuda.counters - before)[[Counter.FORKS, Counter.COPIED_BLOCKS]].all()
+    assert engines.cuda.counters[[Counter.FORKS, Counter.COPIED_BLOCKS]].all()
     if temperature == 0:
         assert all(sequence == request[0] for request in on_cuda for sequence in request)
 
 
-def test_prefixes_that_are_found_change_no_token(engines: Engines) -> None:
+def test_prefixes_that_are_found_change_no_token(with_blocks: Callable[[int], Engines]) -> None:
+    engines = with_blocks(9)
     prompts = [[*PROMPTS[0], *prompt] for prompt in PROMPTS]
-    for engine in engines:
-        engine.reset_prefix_cache()
-    cold = generate(engines.cuda, params(1), prompts)
-    before = engines.cuda.counters.copy()
+    cold = [generate(engine, params(1), prompts) for engine in engines]
+    before = [engine.counters.copy() for engine in engines]
 
-    on_cpu, on_cuda = (generate(engine, params(1), prompts) for engine in engines)
+    again = [generate(engine, params(1), prompts) for engine in engines]
 
-    assert on_cuda == on_cpu == cold
-    assert (engines.cuda.counters - before)[Counter.PREFIX_HIT_TOKENS] > 0
+    assert cold[0] == cold[1] == again[0] == again[1]
+    for engine, counters in zip(engines, before, strict=True):
+        assert (engine.counters - counters)[Counter.PREFIX_HIT_TOKENS] > 0
 
 
-def test_beams_are_what_they_are_on_the_cpu(engines: Engines) -> None:
+def test_beams_are_what_they_are_on_the_cpu(with_blocks: Callable[[int], Engines]) -> None:
+    engines = with_blocks(10)
+
     on_cpu, on_cuda = (search(engine, 3) for engine in engines)
 
     assert on_cuda == on_cpu
