@@ -4,6 +4,8 @@ from dataclasses import dataclass
 
 from cupaged.config import PreemptionMode, SchedulingPolicy
 
+UNMEASURED = 1.0  # a rate that no plan depends on
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SchedulerConfig:
@@ -23,5 +25,5 @@ class SchedulerConfig:
     # The cost model of preemption_mode "auto", seconds of a victim of b blocks and t computed tokens:
     # swap 2 * b * block_bytes / swap_bandwidth, recompute t / prefill_rate.
     block_bytes: int = 1
-    swap_bandwidth: float = 1.0  # bytes per second, one way
-    prefill_rate: float = 1.0  # tokens per second
+    swap_bandwidth: float = UNMEASURED  # bytes per second, one way
+    prefill_rate: float = UNMEASURED  # tokens per second

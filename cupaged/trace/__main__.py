@@ -15,7 +15,7 @@ from math import inf
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
-from cupaged.scheduler.scheduler_config import SchedulerConfig
+from cupaged.scheduler.scheduler_config import UNMEASURED, SchedulerConfig
 from cupaged.trace.records import read_records
 from cupaged.trace.replay import PlansDifferError, replay
 from cupaged.trace.report import as_json, changed_settings, compare
@@ -24,6 +24,7 @@ from cupaged.trace.step_model import StepModel, fit
 from cupaged.trace.view import write_page
 from cupaged.trace.workload import Segment, read_segments
 
+_END_OF_INTS = 1 << 31
 _COEFFICIENTS = {
     "step_ms": "milliseconds that every step takes",
     "token_us": "microseconds that every token of a step adds",
@@ -40,7 +41,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     again.add_argument("--json", action="store_true", help="one line of JSON instead of the tables")
     settings = again.add_argument_group("settings that differ from the recorded ones")
     for name, hint in get_type_hints(SchedulerConfig).items():
-        flag = "--" + name.replace("_", "-")
+        flag = _flag(name)
         if hint is bool:
             settings.add_argument(flag, action=argparse.BooleanOptionalAction, default=None)
         elif get_origin(hint) is Literal:
@@ -49,7 +50,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
             settings.add_argument(flag, type=hint, metavar=hint.__name__.upper())
     model = again.add_argument_group("how long a step takes (all three; default: as the trace's steps)")
     for name, text in _COEFFICIENTS.items():
-        model.add_argument("--" + name.replace("_", "-"), type=float, metavar="NUMBER", help=text)
+        model.add_argument(_flag(name), type=float, metavar="NUMBER", help=text)
     page = commands.add_parser("view", help="the block pool over time, as one HTML file")
     page.add_argument("file", type=Path, metavar="FILE")
     page.add_argument("-o", "--output", type=Path, required=True, metavar="HTML")
@@ -61,7 +62,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
         for name in _COEFFICIENTS:
             value = getattr(args, name)
             if value is not None and not 0 <= value < inf:
-                parser.error(f"--{name.replace('_', '-')} must be a number >= 0, got {value}")
+                parser.error(f"{_flag(name)} must be a number >= 0, got {value}")
     return args
 
 
@@ -84,14 +85,16 @@ def main(argv: list[str] | None = None) -> int:
             return _replay(segments, args)
         if len(segments) > 1:
             print(
-                f"a step failed and {len(segments)} schedulers followed one another: this is the first",
+                f"{len(segments)} schedulers followed one another, a new one whenever a call was broken off: "
+                "this is the one with the most steps",
                 file=sys.stderr,
             )
+        longest = max(segments, key=lambda segment: len(segment.steps))
         if args.command == "view":
-            size = write_page(segments[0], args.output, name=args.file.name)
+            size = write_page(longest, args.output, name=args.file.name)
             print(f"{args.output}: {size / 1e6:.2f} MB")
             return 0
-        return _simulate(segments[0], changes, args)
+        return _simulate(longest, changes, args)
     except PlansDifferError as error:
         print(f"the plans differ: {error} (was it another version that recorded them?)", file=sys.stderr)
         return 1
@@ -122,7 +125,8 @@ def _replay(segments: list[Segment], args: argparse.Namespace) -> int:
 
 def _simulate(segment: Segment, changes: dict[str, Any], args: argparse.Namespace) -> int:
     """Run the requests under the recorded settings and with the changes, and print both."""
-    recorded, changed = segment.config, with_changes(segment, changes)
+    changed = with_changes(segment, changes)
+    recorded = with_rates(segment.config, changes)
     if args.step_ms is not None:
         model, origin = StepModel(args.step_ms / 1e3, args.token_us / 1e6, args.context_ns / 1e9), "given"
     else:
@@ -146,9 +150,10 @@ def with_changes(segment: Segment, changes: dict[str, Any]) -> SchedulerConfig:
     config = segment.config
     for name, value in changes.items():
         least = 0 if name in ("num_host_blocks", "sliding_window") else 1
+        end = _END_OF_INTS if isinstance(value, int) else inf
         is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
-        if is_number and not least <= value < inf:
-            raise ValueError(f"--{name.replace('_', '-')} must be at least {least}, got {value}")
+        if is_number and not least <= value < end:
+            raise ValueError(f"{_flag(name)} must be at least {least} and below {end}, got {value}")
     if changes.get("num_batches", 1) > 2:
         raise ValueError(f"--num-batches must be 1 or 2, got {changes['num_batches']}")
     block_size = changes.get("block_size", config.block_size)
@@ -163,7 +168,26 @@ def with_changes(segment: Segment, changes: dict[str, Any]) -> SchedulerConfig:
         "num_host_blocks": config.num_host_blocks * config.block_size // block_size,
         "block_bytes": max(1, config.block_bytes * block_size // config.block_size),
     }
-    return replace(config, **(kept | changes))
+    return with_rates(replace(config, **(kept | changes)), changes)
+
+
+def with_rates(config: SchedulerConfig, changes: dict[str, Any]) -> SchedulerConfig:
+    """Return a configuration with the rates that the run did not measure; ValueError if nobody says them."""
+    if not config.num_host_blocks or config.preemption_mode == "recompute":
+        return config
+    needed = ["swap_bandwidth", "prefill_rate"] if config.preemption_mode == "auto" else ["swap_bandwidth"]
+    needed = [name for name in needed if getattr(config, name) == UNMEASURED]
+    missing = [_flag(name) for name in needed if name not in changes]
+    if missing:
+        raise ValueError(
+            f"with {config.num_host_blocks} host blocks and preemption_mode={config.preemption_mode!r} steps "
+            f"depend on rates that the run did not measure; give {' and '.join(missing)}"
+        )
+    return replace(config, **{name: changes[name] for name in needed})
+
+
+def _flag(name: str) -> str:
+    return "--" + name.replace("_", "-")
 
 
 if __name__ == "__main__":

@@ -265,4 +265,7 @@ async function start() {
   document.body.dataset.ready = "yes";
 }
 
-if (typeof document !== "undefined") start().catch(error => { document.body.dataset.error = String(error); });
+start().catch(error => {
+  document.body.dataset.error = String(error);
+  $("name").textContent = `This page cannot be shown (${error}); a newer browser may.`;
+});

@@ -33,7 +33,7 @@ class Charts {
     picture.width = canvas.width;
     picture.height = canvas.height;
     picture.getContext("2d").drawImage(canvas, 0, 0);
-    return {canvas, picture, x, width, height};
+    return {canvas, picture, x, height};
   }
 
   area(pen, x, y, values, color, base) {

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cupaged.batch import Batch, Count, Flag
-from cupaged.trace.plan_state import NUM_COLUMNS, NUM_COUNTS, Column, PlanState
+from cupaged.trace.plan_state import NUM_COLUMNS, NUM_TOTALS, Column, PlanState
 
 
 class Plan(NamedTuple):
@@ -47,10 +47,11 @@ _COLUMNS = {
     "seq_lens": Column.SEQ_LEN,
     **{
         name: Column[name.upper()]
-        for name in ("flags", "temperature", "top_p", "min_p", "top_k", "group_index", "output_position")
+        for name in (
+            *("flags", "temperature", "top_p", "min_p", "top_k", "group_index", "output_position"),
+            *("num_logprobs", "num_prompt_logprobs"),
+        )
     },
-    "num_logprobs": Column.NUM_LOGPROBS,
-    "num_prompt_logprobs": Column.NUM_PROMPT_LOGPROBS,
 }
 _STARTS = {
     "query_start": Column.NUM_NEW,
@@ -100,7 +101,7 @@ class PlanDecoder:
 
     def _decode(self, values: Iterator[int]) -> Plan:
         state = self._state
-        for k in range(NUM_COUNTS):
+        for k in range(NUM_TOTALS):
             state.counts[k] += next(values)
         counts = state.counts[: len(Count)].astype(np.int32)
         num_seqs, width = int(counts[Count.NUM_SEQS]), int(counts[Count.TABLE_WIDTH])

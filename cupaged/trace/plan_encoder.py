@@ -10,11 +10,10 @@ from numpy.typing import NDArray
 from cupaged.batch import Batch, BatchArrays, Count, Flag
 from cupaged.jit import njit, njit_inner
 from cupaged.trace.plan_state import CONTEXT, NUM_COLUMNS, Column, PlanState
-from cupaged.trace.varint import put
+from cupaged.trace.varint import MAX_BYTES, put
 
 SAMPLES = int(Flag.SAMPLES)
 RESET = int(Flag.RESET)
-NUM_COUNTED = len(Count)
 C_TOKENS, C_SEQS, C_DECODES = int(Count.NUM_TOKENS), int(Count.NUM_SEQS), int(Count.NUM_DECODES)
 C_LOGITS, C_WIDTH = int(Count.NUM_LOGITS), int(Count.TABLE_WIDTH)
 C_COPY = int(Count.NUM_COPY)
@@ -26,7 +25,6 @@ GROUP_INDEX, TEMPERATURE, TOP_P = int(Column.GROUP_INDEX), int(Column.TEMPERATUR
 MIN_P, TOP_K = int(Column.MIN_P), int(Column.TOP_K)
 SEED_LOW, SEED_HIGH = int(Column.SEED_LOW), int(Column.SEED_HIGH)
 NUM_LOGPROBS, NUM_PROMPT_LOGPROBS = int(Column.NUM_LOGPROBS), int(Column.NUM_PROMPT_LOGPROBS)
-MAX_BYTES = 6  # of one number: the difference of two int32
 
 
 @njit_inner
@@ -182,7 +180,7 @@ def encode(state: PlanState, a: BatchArrays, out: NDArray[np.uint8]) -> int:
     """Write a plan into `out`, move `state` on; return the bytes."""
     counts, before, num_seqs = a.counts, state.counts, a.counts[C_SEQS]
     at = 0
-    for k in range(NUM_COUNTED):
+    for k in range(CONTEXT):
         at = put(out, at, counts[k] - before[k])
         before[k] = counts[k]
     context = np.int64(0)

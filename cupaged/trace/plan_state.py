@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cupaged.batch import Count
+from cupaged.scheduler.scheduler_config import SchedulerConfig
 
 
 class Column(IntEnum):
@@ -37,13 +38,13 @@ class Column(IntEnum):
 
 NUM_COLUMNS = len(Column)
 CONTEXT = len(Count)  # behind a batch's counts: the sum of seq_lens, the KV that the step reads at most
-NUM_COUNTS = len(Count) + 1
+NUM_TOTALS = CONTEXT + 1
 
 
 class PlanState(NamedTuple):
     """The last steps as far as they foretell the next one."""
 
-    counts: NDArray[np.int64]  # [NUM_COUNTS], of the last step
+    counts: NDArray[np.int64]  # [NUM_TOTALS], of the last step
     row_after: NDArray[np.int32]  # [num_rows + 1], in the last step that had the row; [num_rows]: the first
     columns: NDArray[np.int32]  # [num_rows, NUM_COLUMNS], ROW and TABLE unused
     tables: NDArray[np.int32]  # [num_rows, max_blocks], block id + 1: untouched pages hold no block
@@ -51,10 +52,12 @@ class PlanState(NamedTuple):
     block_size: int
 
 
-def create_plan_state(num_rows: int, max_blocks: int, block_size: int) -> PlanState:
+def create_plan_state(config: SchedulerConfig) -> PlanState:
     """Return the state before any step."""
+    num_rows, block_size = config.max_num_seqs, config.block_size
+    max_blocks = -(-config.max_model_len // block_size)
     return PlanState(
-        counts=np.zeros(NUM_COUNTS, np.int64),
+        counts=np.zeros(NUM_TOTALS, np.int64),
         row_after=np.zeros(num_rows + 1, np.int32),
         columns=np.zeros((num_rows, NUM_COLUMNS), np.int32),
         tables=np.zeros((num_rows, max_blocks), np.int32),

@@ -34,10 +34,9 @@ SERIES = (
     "cached",
     "stored",  # tokens
     "host_used",  # blocks
-    "preemptions",  # so far, like the next three
+    "preemptions",  # so far, like the next two
     "hit_tokens",
     "recomputed_tokens",
-    "evictions",
 )
 
 
@@ -56,7 +55,7 @@ class PoolHistory(NamedTuple):
 def block_words(
     owner: NDArray[np.int64], state: NDArray[np.int64], references: NDArray[np.int32]
 ) -> NDArray[np.uint32]:
-    """Return one number a block; a free one's is 0."""
+    """Return one number a block, all of them [num_blocks]; a free one's is 0."""
     counted = np.minimum(references, _MAX_REFERENCES)
     words = owner << _OWNER_SHIFT | state << _STATE_SHIFT | counted
     return np.where(state == FREE, 0, words).astype(np.uint32)
@@ -67,7 +66,7 @@ class _Pool:
 
     def __init__(self, blocks: Blocks) -> None:
         self.blocks = blocks
-        self.references = blocks.at.ref_count[:-1]  # [total], a view
+        self.references = blocks.at.ref_count[:-1]  # [num_blocks], a view, and so the others
         self.owner = np.zeros(self.references.size, np.int64)  # arrival of who held it last
         self.state = np.zeros(self.references.size, np.int64)
         self._index = np.arange(blocks.block_tables.shape[1])
@@ -101,7 +100,7 @@ class _Historian:
         self._scheduler = scheduler
         self._device = _Pool(scheduler.block_manager.blocks)
         self._host = _Pool(scheduler.block_manager.host_blocks)
-        self._arrivals = np.zeros(segment.config.max_num_seqs, np.int64)  # by row
+        self._arrivals = np.zeros(segment.config.max_num_seqs, np.int64)  # [num_rows]
         self._was_cached = np.zeros(segment.config.num_blocks, np.bool_)  # before the plan
         self._admitted: set[int] = set()
         self._words = np.zeros(segment.config.num_blocks + segment.config.num_host_blocks, np.uint32)
@@ -171,7 +170,6 @@ class _Historian:
                 int(counters[Counter.PREEMPTIONS]),
                 int(counters[Counter.PREFIX_HIT_TOKENS]),
                 int(counters[Counter.RECOMPUTED_TOKENS]),
-                int(counters[Counter.EVICTED_BLOCKS]),
             )
         )
 

@@ -41,11 +41,10 @@ class TraceRecorder(Scheduler):
         self._key = create_key()
         self._chains = self._create_chains(config.max_num_seqs)
         self._beam_chains: dict[int, Chains] = {}  # by the group's arrival
-        max_blocks = -(-config.max_model_len // config.block_size)
-        self._plans = PlanEncoder(create_plan_state(config.max_num_seqs, max_blocks, config.block_size))
+        self._plans = PlanEncoder(create_plan_state(config))
         self._compile()
         self._time = time.perf_counter_ns() // 1000
-        head = {"with_text": self._with_text, "piece": self._piece, "started": time.time()}
+        head = {"with_text": self._with_text, "piece": self._piece}
         self._file.write(Kind.SCHEDULER, json.dumps(head | {"config": asdict(config)}).encode())
 
     def add(self, group: SequenceGroup) -> None:
@@ -157,7 +156,7 @@ class TraceRecorder(Scheduler):
     def _compile(self) -> None:
         """Compile what records, so that no request waits for it."""
         nothing = padding_batch(1, 0, num_decodes=0, num_logits=0, table_width=1)
-        PlanEncoder(create_plan_state(1, 1, 16)).encode(nothing)
+        PlanEncoder(create_plan_state(self.config)).encode(nothing)
         chains = self._create_chains(1)
         begin(chains, 0, np.zeros(1, np.int32), np.empty(1, np.int64))
         self._entries(chains, np.zeros(1, np.int32), np.ones(1, np.int32), np.zeros((1, 1), np.int32))

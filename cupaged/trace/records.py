@@ -120,9 +120,10 @@ class Recording(NamedTuple):
 def read_records(path: str | Path) -> Recording:
     """Read all whole records; ValueError says what is wrong with the file and where."""
     data = Path(path).read_bytes()
-    if not data.startswith(MAGIC):
+    if data[: len(MAGIC)] != MAGIC[: len(data)]:
         raise ValueError(
-            f"{path} is no trace of this version: it begins {data[: len(MAGIC)]!r}, not {MAGIC!r}"
+            f"{path} is no trace of this version: it begins {data[: len(MAGIC)]!r}, not {MAGIC!r}; read it "
+            "with the version that wrote it"
         )
     records: list[Record] = []
     at, checksum = len(MAGIC), 0

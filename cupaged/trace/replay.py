@@ -16,10 +16,10 @@ from cupaged.scheduler.scheduler import Scheduler
 from cupaged.sequence import NOT_FINISHED, FinishReason, Sequence, SequenceGroup
 from cupaged.trace.plan_decoder import PlanDecoder, describe_difference, plan_of
 from cupaged.trace.plan_encoder import PlanEncoder
-from cupaged.trace.plan_state import PlanState, create_plan_state
+from cupaged.trace.plan_state import create_plan_state
 from cupaged.trace.records import Kind, Record
 from cupaged.trace.varint import encode_ints
-from cupaged.trace.workload import FILLER, Request, Segment
+from cupaged.trace.workload import FILLER, Continuation, Request, Segment
 
 
 class PlansDifferError(Exception):
@@ -90,16 +90,10 @@ class _Replay:
         self._segment = segment
         self._scheduler = Scheduler(segment.config)
         self._rows, self._script = SequenceRows(), OutputScript()
-        self._groups: dict[int, SequenceGroup] = {}
-        self._num_continued: dict[int, int] = {}
+        self._continuations: dict[int, Iterator[Continuation]] = {}  # by arrival
         self._in_flight: deque[tuple[Batch, list[Sequence]]] = deque()
-        self._plans = PlanEncoder(self._create_state())
+        self._plans = PlanEncoder(create_plan_state(segment.config))
         self._num_plans = 0
-
-    def _create_state(self) -> PlanState:
-        config = self._segment.config
-        max_blocks = -(-config.max_model_len // config.block_size)
-        return create_plan_state(config.max_num_seqs, max_blocks, config.block_size)
 
     def run(self) -> Iterator[Event]:
         """Go through the records."""
@@ -131,8 +125,8 @@ class _Replay:
             raise PlansDifferError(f"request {recorded} is refused now: {error}") from None
         if group.arrival != recorded:
             raise PlansDifferError(f"request {recorded} is the {group.arrival}th now")
-        self._groups[group.arrival] = group
         self._rows.add(group)
+        self._continuations[group.arrival] = iter(request.continuations)
         self._script.add(group, request)
 
     def _schedule(self, record: Record, values: list[int]) -> Batch | None:
@@ -150,7 +144,7 @@ class _Replay:
 
     def _difference(self, batch: Batch) -> str:
         """Say where the plan is another; the records before it are read again, for what they foretell."""
-        decoder = PlanDecoder(self._create_state())
+        decoder = PlanDecoder(create_plan_state(self._segment.config))
         plans = [record for record in self._segment.records if record.kind == Kind.PLAN]
         for record in plans[: self._num_plans]:
             decoder.decode(record.values[1:])
@@ -175,13 +169,10 @@ class _Replay:
             self._scheduler.reset_prefix_cache()
             return
         arrival = values[0]
-        group = self._groups[arrival]
+        group = self._rows.groups[arrival]
         if kind == Kind.FINISH:
             self._scheduler.finish(group.sequences[values[2]], FinishReason(values[1]))
         elif kind == Kind.FINISH_GROUP:
             self._scheduler.finish_group(group, FinishReason(values[1]))
         else:
-            number = self._num_continued.get(arrival, 0)
-            self._num_continued[arrival] = number + 1
-            parents, token_ids = self._segment.requests[arrival].continuations[number]
-            self._scheduler.continue_beams(group, parents, token_ids)
+            self._scheduler.continue_beams(group, *next(self._continuations[arrival]))

@@ -10,8 +10,6 @@ from cupaged.batch import Batch
 from cupaged.scheduler.scheduler_config import SchedulerConfig
 from cupaged.trace.workload import Step
 
-_UNMEASURED = 1.0  # SchedulerConfig.swap_bandwidth of an engine without a host pool
-
 
 class StepModel(NamedTuple):
     """Seconds of a step: per_step + per_token * tokens + per_context * tokens whose KV it reads + swaps."""
@@ -25,8 +23,6 @@ class StepModel(NamedTuple):
         context = int(batch.seq_lens.sum())
         compute = self.per_step + self.per_token * batch.num_tokens + self.per_context * context
         num_swapped = len(batch.swap_out) + len(batch.swap_in)
-        if not num_swapped or config.swap_bandwidth == _UNMEASURED:
-            return compute
         return compute + num_swapped * config.block_bytes / config.swap_bandwidth
 
     def __str__(self) -> str:

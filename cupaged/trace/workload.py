@@ -17,7 +17,7 @@ from cupaged.config import SchedulingPolicy
 from cupaged.sampling_params import SamplingParams
 from cupaged.scheduler.scheduler_config import SchedulerConfig
 from cupaged.sequence import FinishReason, SequenceGroup
-from cupaged.trace.plan_state import CONTEXT, NUM_COUNTS
+from cupaged.trace.plan_state import CONTEXT, NUM_TOTALS
 from cupaged.trace.records import REQUEST_DEFAULTS, Kind, Record, Recording
 from cupaged.trace.varint import decode_ints
 
@@ -90,14 +90,13 @@ class Step(NamedTuple):
 
     seconds: float  # from when it could begin to when its result was there
     num_tokens: int
-    num_seqs: int
     context: int  # tokens whose KV it read at most
     num_swapped: int  # blocks
 
 
 @dataclass(slots=True, kw_only=True)
 class Segment:
-    """What one scheduler of the run was given; after a step that failed there is another."""
+    """What one scheduler of the run was given; after a call that was broken off there is another."""
 
     config: SchedulerConfig
     piece: int  # tokens
@@ -149,7 +148,7 @@ class _Reader:
         self._segment, self._names = segment, names
         self._time = 0  # microseconds
         self._planned: list[tuple[int, NDArray[np.int64]]] = []  # when, counts
-        self._counts = np.zeros(NUM_COUNTS, np.int64)  # of the last plan
+        self._counts = np.zeros(NUM_TOTALS, np.int64)  # of the last plan
         self._last_update = 0
 
     def read(self) -> None:
@@ -182,7 +181,7 @@ class _Reader:
 
     def _read_event(self, kind: Kind, values: list[int]) -> None:
         if kind == Kind.PLAN:
-            self._counts = self._counts + np.array(values[:NUM_COUNTS])
+            self._counts = self._counts + np.array(values[:NUM_TOTALS])
             self._planned.append((self._time, self._counts))
         elif kind == Kind.UPDATE:
             self._read_step()
@@ -223,7 +222,6 @@ class _Reader:
             Step(
                 seconds=(self._time - began) / 1e6,
                 num_tokens=int(counts[Count.NUM_TOKENS]),
-                num_seqs=int(counts[Count.NUM_SEQS]),
                 context=int(counts[CONTEXT]),
                 num_swapped=int(counts[Count.NUM_SWAP_OUT] + counts[Count.NUM_SWAP_IN]),
             )

@@ -56,10 +56,11 @@ def test_another_block_size_keeps_the_pools_bytes(trace: Path, capsys: pytest.Ca
     ("options", "message"),
     [
         (["--block-size", "6"], "knows prefixes by 4 tokens; give a multiple"),
-        (["--num-blocks", "0"], "--num-blocks must be at least 1, got 0"),
+        (["--num-blocks", "0"], "--num-blocks must be at least 1 and below 2147483648, got 0"),
+        (["--sliding-window", "1" + 20 * "0"], "--sliding-window must be at least 0 and below 2147483648"),
         (["--num-batches", "3"], "--num-batches must be 1 or 2, got 3"),
-        (["--swap-bandwidth", "nan"], "--swap-bandwidth must be at least 1, got nan"),
-        (["--prefill-rate", "inf"], "--prefill-rate must be at least 1, got inf"),
+        (["--swap-bandwidth", "nan"], "--swap-bandwidth must be at least 1 and below inf, got nan"),
+        (["--prefill-rate", "inf"], "--prefill-rate must be at least 1 and below inf, got inf"),
         (["--num-blocks", "3"], "max_model_len is 48 but the KV cache holds 12 tokens"),
     ],
 )
@@ -69,6 +70,47 @@ def test_settings_that_cannot_be_are_refused(
     assert main(["replay", str(trace), *options]) == 2
 
     assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("mode", "recorded_blocks", "missing"),
+    [
+        ("swap", 0, ["--swap-bandwidth"]),
+        ("swap", 9, ["--swap-bandwidth"]),
+        ("auto", 0, ["--swap-bandwidth", "--prefill-rate"]),
+    ],
+)
+def test_rates_that_were_not_measured_are_asked_for(
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    mode: str,
+    recorded_blocks: int,
+    missing: list[str],
+) -> None:
+    unmeasured = {"swap_bandwidth": 1.0, "prefill_rate": 1.0, "num_host_blocks": recorded_blocks}
+    record(tmp_path / "a.trace", small_config(num_blocks=14, preemption_mode=mode, **unmeasured), seed=1)
+    command = ["replay", str(tmp_path / "a.trace"), "--num-host-blocks", "16"]
+    given = [word for flag in missing for word in (flag, "1e4")]
+
+    assert main(command) == 2
+    assert f"did not measure; give {' and '.join(missing)}" in capsys.readouterr().err
+    assert main([*command, *given]) == 0
+    assert main([*command, "--preemption-mode", "recompute", *given]) == 0
+
+
+def test_of_several_schedulers_the_one_with_the_most_steps_is_shown(
+    trace: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    records = read_records(trace).records
+    file = TraceFile(tmp_path / "a.trace", with_text=False)
+    for kind, payload in [records[0], *records, records[0]]:
+        file.write(kind, payload)
+    file.close()
+
+    assert main(["replay", str(tmp_path / "a.trace"), "--policy", "fcfs"]) == 0
+    assert main(["view", str(tmp_path / "a.trace"), "-o", str(tmp_path / "a.html")]) == 0
+
+    assert "3 schedulers followed one another" in capsys.readouterr().err
 
 
 def test_half_a_model_is_refused(trace: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -6,12 +6,20 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cupaged.batch import Batch, Bucket, Count, Flag, buffer_size, view
+from cupaged.scheduler.scheduler_config import SchedulerConfig
 from cupaged.trace.plan_decoder import PlanDecoder, describe_difference, plan_of
 from cupaged.trace.plan_encoder import PlanEncoder
 from cupaged.trace.plan_state import create_plan_state
 from cupaged.trace.varint import decode_ints
 
 NUM_ROWS, MAX_BLOCKS, BLOCK_SIZE = 5, 7, 4
+CONFIG = SchedulerConfig(
+    num_blocks=100,
+    block_size=BLOCK_SIZE,
+    max_num_seqs=NUM_ROWS,
+    max_num_batched_tokens=16,
+    max_model_len=MAX_BLOCKS * BLOCK_SIZE,
+)
 PAIRS = (Count.NUM_COPY, Count.NUM_SWAP_OUT, Count.NUM_SWAP_IN)
 WORDS = np.iinfo(np.int32)
 
@@ -57,8 +65,8 @@ def random_batch(rng: np.random.Generator) -> Batch:
 @given(seed=st.integers(0, 2**32 - 1))
 def test_any_plan_comes_back_bit_for_bit(seed: int) -> None:
     rng = np.random.default_rng(seed)
-    encoder = PlanEncoder(create_plan_state(NUM_ROWS, MAX_BLOCKS, BLOCK_SIZE))
-    decoder = PlanDecoder(create_plan_state(NUM_ROWS, MAX_BLOCKS, BLOCK_SIZE))
+    encoder = PlanEncoder(create_plan_state(CONFIG))
+    decoder = PlanDecoder(create_plan_state(CONFIG))
 
     for _ in range(4):
         batch = random_batch(rng)
@@ -90,7 +98,7 @@ def steady_step(length: int) -> Batch:
 
 
 def test_a_step_of_decodes_takes_a_byte_for_each_count_and_no_more_for_its_sequences() -> None:
-    encoder = PlanEncoder(create_plan_state(NUM_ROWS, MAX_BLOCKS, BLOCK_SIZE))
+    encoder = PlanEncoder(create_plan_state(CONFIG))
     encoder.encode(steady_step(6))
 
     record = encoder.encode(steady_step(7))
@@ -107,10 +115,7 @@ def test_one_bit_more_is_another_record_and_its_place_is_named(
     one, other = steady_step(6), steady_step(6)
     getattr(other, name).view(np.int32)[place] ^= 1
 
-    records = [
-        PlanEncoder(create_plan_state(NUM_ROWS, MAX_BLOCKS, BLOCK_SIZE)).encode(batch)
-        for batch in (one, other)
-    ]
+    records = [PlanEncoder(create_plan_state(CONFIG)).encode(batch) for batch in (one, other)]
 
     assert records[0] != records[1]
     assert describe_difference(plan_of(one), plan_of(other)).startswith(f"{name}[")

@@ -96,7 +96,14 @@ def test_whole_records_that_are_moved_doubled_or_left_out_are_damage(
 def test_another_file_is_refused(tmp_path: Path) -> None:
     (tmp_path / "a.trace").write_text("hello")
 
-    with pytest.raises(ValueError, match="is no trace of this version: it begins b'hello'"):
+    with pytest.raises(ValueError, match=r"is no trace of this version: it begins b'hello'.*that wrote it"):
+        read_records(tmp_path / "a.trace")
+
+
+def test_a_file_that_was_made_and_never_written_says_so(tmp_path: Path) -> None:
+    TraceFile(tmp_path / "a.trace", with_text=False)
+
+    with pytest.raises(ValueError, match="its run ended before it began"):
         read_records(tmp_path / "a.trace")
 
 

@@ -13,7 +13,7 @@ def steps(model: StepModel, number: int = 50, noise: float = 0.0) -> list[Step]:
     for _ in range(number):
         tokens, context = int(rng.integers(1, 500)), int(rng.integers(1, 20000))
         seconds = model.per_step + model.per_token * tokens + model.per_context * context
-        made.append(Step(seconds * (1 + noise * rng.standard_normal()), tokens, 1, context, 0))
+        made.append(Step(seconds * (1 + noise * rng.standard_normal()), tokens, context, 0))
     return made
 
 
