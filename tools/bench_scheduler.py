@@ -16,6 +16,9 @@ The first two run with the prefix cache on and off in turn: the difference is wh
 found. It stands beside a GPU's step of 5 ms, and beside the least that a Llama-3.1-8B's step of so many takes
 on an H200 (tools/steps.py). All else runs with it on. Figures are medians over the steps of several runs. A
 lookup is of 4,096 tokens, all of them cached. The last line is JSON.
+
+--running takes multiples of 4, the sequences of a request, from 16, whose pools hold a longest sequence, to
+4096, whose contexts the pool of `decode` holds.
 """
 
 import argparse
@@ -30,13 +33,12 @@ import numpy as np
 from cupaged.scheduler.counters import Counter
 from cupaged.scheduler.prefix_cache import lookup_prefix
 from tools.gpu_specs import H200
-from tools.scheduler_load import BLOCK_SIZE, Load, Step
+from tools.scheduler_load import BLOCK_SIZE, GPU_STEP_US, Load, Step
 from tools.steps import LLAMA_8B
 from tools.steps import Step as GpuStep
 
 NUM_STEPS = 60  # of a run, that count
 NUM_RUNS = 3
-GPU_STEP_US = 5000.0
 CACHE_TARGET = 0.01  # of a GPU's step, where nothing is found
 MEAN_CONTEXT = 256  # tokens of a sequence, as Load has them at first
 TARGET_US = {256: 200.0, 4096: 2000.0}  # a step, by running sequences
@@ -45,6 +47,8 @@ LOOKUP_TOKENS = 4096
 NUM_LOOKUPS = 64  # prompts, looked up in turn
 VLLM_US = {64: 1e3, 256: 3.7e3, 1024: 16.7e3, 4096: 88e3}  # by running sequences
 TURNOVER = 256  # steps until a sequence ends
+WIDTH = 4  # sequences of a request that has several
+FEWEST, MOST = 16, 4096  # running sequences that every scenario has steps for
 
 
 class Scenario(NamedTuple):
@@ -81,19 +85,19 @@ COMPARED = {  # with the prefix cache on and off
 }
 SCENARIOS = {
     "forks": Scenario(
-        partial(_turnover, width=4, num_output=TURNOVER // 4),
+        partial(_turnover, width=WIDTH, num_output=TURNOVER // 4),
         lambda step, num_seqs: step.num_decodes > num_seqs // 2 and step.num_forks + step.num_copies > 0,
         TURNED_OVER,
     ),
     "copies": Scenario(
-        partial(Load, width=4, prompt_lengths=(17, 24), num_output=8, in_rounds=True),
+        partial(Load, width=WIDTH, prompt_lengths=(17, 24), num_output=8, in_rounds=True),
         lambda step, num_seqs: step.num_copies >= num_seqs // 2,
         num_warm_steps=10,  # a round
         num_steps=11,
     ),
     "swaps": Scenario(_swaps, lambda step, num_seqs: step.num_swaps > 0, TURNED_OVER),  # noqa: ARG005
     "beams": Scenario(
-        partial(Load, width=4, is_beam=True), lambda step, num_seqs: step.num_decodes == num_seqs, 10
+        partial(Load, width=WIDTH, is_beam=True), lambda step, num_seqs: step.num_decodes == num_seqs, 10
     ),
 }
 
@@ -154,8 +158,8 @@ def report(name: str, num_seqs: int, timing: Timing) -> dict[str, Any]:
     if num_seqs in TARGET_US:
         row["target_us"] = TARGET_US[num_seqs]
         said += f"{TARGET_US[num_seqs]:8.0f}"
-    if name == "decode":
-        row["vllm_us"] = VLLM_US.get(num_seqs)
+    if name == "decode" and num_seqs in VLLM_US:
+        row["vllm_us"] = VLLM_US[num_seqs]
         said += f"   vLLM 0.32: {VLLM_US[num_seqs]:.0f}, {VLLM_US[num_seqs] / timing.total:.0f}x"
     times = "".join(f"{value:10.0f}" for value in timing)
     print(f"{name:18}{num_seqs:8}{times}{said}", flush=True)
@@ -175,13 +179,30 @@ def cost_row(name: str, num_seqs: int, cost_us: float) -> dict[str, Any]:
     }
 
 
+def parse_running(text: str) -> list[int]:
+    """Return the numbers of --running; ArgumentTypeError for one that some scenario cannot run."""
+    numbers = [int(number) for number in text.split(",")]
+    for number in numbers:
+        if number % WIDTH or not FEWEST <= number <= MOST:
+            raise argparse.ArgumentTypeError(
+                f"{number} is no multiple of {WIDTH} from {FEWEST} to {MOST}; {WIDTH} sequences are a request"
+            )
+    return numbers
+
+
 def main() -> None:
     """Print the table and a last line of JSON."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--running", default="64,256,1024,4096", help="sequences, such as 256,4096")
-    running = [int(number) for number in parser.parse_args().running.split(",")]
+    parser.add_argument(
+        "--running",
+        type=parse_running,
+        default="64,256,1024,4096",
+        metavar="NUMBERS",
+        help="sequences, such as 256,4096",
+    )
+    running = parser.parse_args().running
     print(f"{'us a step':18}{'running':>8}{'schedule':>10}{'update':>10}{'total':>10}{'target':>8}")
     rows, costs = [], []
     for num_seqs in running:

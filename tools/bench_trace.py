@@ -19,11 +19,10 @@ import numpy as np
 
 from cupaged.trace.recorder import TraceRecorder
 from cupaged.trace.records import TraceFile
-from tools.scheduler_load import Load, Step
+from tools.scheduler_load import GPU_STEP_US, Load, Step
 
 NUM_STEPS = 120
 NUM_WARM_STEPS = 8
-GPU_STEP_US = 5000.0
 
 
 def measure(

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from cupaged.batch import Batch, Flag, StepOutput
+from cupaged.batch import Batch, Flag
 from cupaged.config import PreemptionMode
 from cupaged.sampling_params import SamplingParams
 from cupaged.scheduler.counters import Counter
@@ -22,9 +22,9 @@ from cupaged.sequence import FinishReason, SequenceGroup
 from tools.paper_machine import NUM_SLOTS, step_seconds
 from tools.paper_reference import Meter
 from tools.paper_workload import MAX_TOKENS, SEED, SHAREGPT, SIGMA, Dataset, Workload, draw_workload
+from tools.scheduler_load import TOKEN, output_of
 
 MAX_NUM_SEQS = 256
-TOKEN = 7  # what every sequence samples
 SAMPLE_STEPS = 8  # sharing is counted every so many steps
 
 
@@ -87,12 +87,6 @@ def create_group(
         num_sequences=num_sequences,
         is_beam=is_beam,
     )
-
-
-def output_of(batch: Batch) -> StepOutput:
-    """Return what a worker would."""
-    samples = batch.flags & int(Flag.SAMPLES)
-    return StepOutput(np.full((batch.num_seqs, 1), TOKEN, np.int32), samples.astype(np.int32))
 
 
 def sharing(batch: Batch) -> float:
@@ -162,7 +156,7 @@ class Simulation:
                 self.now = float(self.workload.arrivals[self._coming[0]])
                 continue
             self._step(batch)
-        tokens, batch_size, rate, *_ = self._meter.means()
+        tokens, batch_size, rate = self._meter.means()
         return PagedRun(
             token_share=tokens / self.case.num_slots,
             mean_batch=batch_size,

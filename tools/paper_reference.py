@@ -100,7 +100,7 @@ class Meter:
 
     num_requests: int
     seconds: float = 0.0
-    sums: NDArray[np.float64] = field(default_factory=lambda: np.zeros(6))
+    sums: NDArray[np.float64] = field(default_factory=lambda: np.zeros(1))  # [number of values], once given
 
     def measures(self, num_begun: int) -> bool:
         """Return whether the run is past its start and still has requests to begin."""
@@ -109,10 +109,10 @@ class Meter:
     def add(self, seconds: float, *values: float) -> None:
         """Count that the values held for so long."""
         self.seconds += seconds
-        self.sums[: len(values)] += seconds * np.array(values)
+        self.sums = self.sums + seconds * np.array(values)
 
     def means(self) -> list[float]:
-        """Return the values' means; there are six, those never given are 0."""
+        """Return the values' means."""
         assert self.seconds > 0, f"{self.num_requests} requests are too few: all began at once"
         means: list[float] = (self.sums / self.seconds).tolist()
         return means
@@ -130,7 +130,7 @@ class Contiguous:
         self._buddy = Buddy(num_slots)
         self._waiting = deque(range(len(sizes)))
         self._regions: dict[int, int] = {}  # offsets of those that run, by request
-        self._done = np.zeros(len(sizes), np.int64)  # output tokens
+        self._done = np.zeros(len(sizes), np.int64)  # [num_requests], output tokens
         self._meter = Meter(len(sizes))
         self.now = 0.0
 

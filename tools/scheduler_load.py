@@ -1,4 +1,7 @@
-"""Load: a Scheduler kept full with made-up requests, and what each of its steps took; for bench_scheduler."""
+"""Load: a Scheduler kept full with made-up requests, and what each of its steps took.
+
+For bench_scheduler and bench_trace; that every sequence samples the same token, paper_paged has from here.
+"""
 
 from collections.abc import Callable, Iterable
 from time import perf_counter
@@ -17,6 +20,8 @@ BLOCK_SIZE = 16
 MAX_MODEL_LEN = 4096
 BUDGET = 65536  # tokens of a step, so that all are prefilled within few
 SHORTEST, LONGEST = 64, 448  # tokens of a prompt
+TOKEN = 7  # what every sequence samples
+GPU_STEP_US = 5000.0  # of a GPU's step, which a scheduler's stands beside
 
 
 class Step(NamedTuple):
@@ -102,7 +107,7 @@ class Load:
         for seq in update.sequences:
             assert seq is not None, "nobody ends a beam"
             active[seq.group] = active.get(seq.group, 0) + 1
-        tokens = [7] * self._width
+        tokens = [TOKEN] * self._width
         parents = {1: [0] * self._width, self._width: [0, *range(self._width - 1)]}  # by how many there are
         begin = perf_counter()
         for group, num_active in active.items():
@@ -125,9 +130,9 @@ class Load:
 
 
 def output_of(batch: Batch) -> StepOutput:
-    """Return what a worker would: token 7 for each sequence that samples."""
+    """Return what a worker would: TOKEN for each sequence that samples."""
     samples = batch.flags & int(Flag.SAMPLES)
-    return StepOutput(np.full((batch.num_seqs, 1), 7, np.int32), samples.astype(np.int32))
+    return StepOutput(np.full((batch.num_seqs, 1), TOKEN, np.int32), samples.astype(np.int32))
 
 
 def ended(update: Update) -> Iterable[SequenceGroup]:

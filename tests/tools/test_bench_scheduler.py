@@ -1,11 +1,25 @@
 """bench_scheduler: each scenario's steps do what they are named after."""
 
+import argparse
+
 import pytest
 
-from tools.bench_scheduler import COMPARED, SCENARIOS, TURNOVER, Scenario, lookup_us, median, run
+from tools.bench_scheduler import (
+    COMPARED,
+    FEWEST,
+    SCENARIOS,
+    TURNOVER,
+    Scenario,
+    Timing,
+    lookup_us,
+    median,
+    parse_running,
+    report,
+    run,
+)
 from tools.scheduler_load import Load, Step
 
-NUM_SEQS = 16
+NUM_SEQS = FEWEST
 
 
 def few(scenario: Scenario) -> list[Step]:
@@ -44,6 +58,19 @@ def test_total_is_schedule_and_update() -> None:
     timing = median([Step(1e-6, 2e-6, 1, 1, 0, 0, 0), Step(3e-6, 5e-6, 1, 1, 0, 0, 0)])
 
     assert timing == pytest.approx((2.0, 3.5, 5.5))
+
+
+@pytest.mark.parametrize("number", [2, 6, 12, 18, 4100])
+def test_number_that_a_scenario_has_no_steps_for_is_refused(number: int) -> None:
+    assert parse_running("16,20,4096") == [16, 20, 4096]
+
+    with pytest.raises(argparse.ArgumentTypeError, match=f"^{number} is no multiple of 4 from 16 to 4096"):
+        parse_running(f"16,{number}")
+
+
+def test_number_that_vllm_was_not_measured_at_stands_alone() -> None:
+    assert report("decode", 256, Timing(1.0, 1.0, 2.0))["vllm_us"] == 3.7e3
+    assert "vllm_us" not in report("decode", 128, Timing(1.0, 1.0, 2.0))
 
 
 def test_lookup_finds_all_tokens() -> None:
