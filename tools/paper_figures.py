@@ -26,7 +26,7 @@ class Figures:
         self.block_size = BlockSize(submit_once, sizes)
         self.swap = SwapOrRecompute(submit_once, sizes)
         self.first_token = FirstToken(submit_once, sizes)
-        self.design = DesignText(submit_once, sizes, self.share)
+        self.design = DesignText(submit_once, sizes, self.share, self.first_token.capacity_run)
 
     def tables(self) -> list[Table]:
         """Return all tables in the order of the paper."""

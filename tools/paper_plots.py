@@ -9,7 +9,7 @@ from matplotlib import pyplot
 from matplotlib.patches import Rectangle
 
 from tools.paper_figures import Figures
-from tools.paper_memory import NUM_SEQUENCES, PAPER_BATCHES, PAPER_SAVED, PAPER_SHARES
+from tools.paper_memory import MIDDLE, NUM_SEQUENCES, PAPER_BATCHES, PAPER_SAVED, PAPER_SHARES
 from tools.paper_time import BLOCK_SIZES, LOADS
 from tools.paper_workload import ALPACA, SHAREGPT
 
@@ -76,10 +76,9 @@ def draw_mean_batch(figures: Figures, path: Path) -> None:
     figure, panels = _panels(2)
     for panel, (dataset, paper) in zip(panels, PAPER_BATCHES.items(), strict=True):
         ours = figures.batch.batches(dataset)
-        middle = 1 + len(ours["paged"][1:]) // 2
         groups = {
             f"ours, {dataset.rate:g} requests/s": (LIGHT, [values[0] for values in ours.values()]),
-            "ours, always waiting": (OURS, [values[middle] for values in ours.values()]),
+            "ours, always waiting": (OURS, [values[1 + MIDDLE] for values in ours.values()]),
             "paper": (PAPER, list(paper.values())),
         }
         _bars(panel, [name.replace(" of ", "\nof ") for name in ours], groups)
