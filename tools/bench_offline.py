@@ -6,11 +6,11 @@
     python -m tools.bench_offline MODEL -n 4                   4 outputs of a request over 4 requests
     python -m tools.bench_offline MODEL --peer transformers --peer-python PYTHON
 
-Prompt and output lengths are log-normal from a seed. The static mode runs on the same engine: it pads to
-the longest prompt of a batch, goes on until its longest output is out, and then takes the next batch, which
-is what any padded batch must compute; only the tokens that were asked for count. The peer runs the same
-lengths in padded batches of 8 in its own environment. No run finds what one before it has cached. The last
-line is JSON.
+One of these at a time. Prompt and output lengths are log-normal from a seed. The static mode runs on the
+same engine: it pads to the longest prompt of a batch, goes on until its longest output is out, and then takes
+the next batch, which is what any padded batch must compute; only the tokens that were asked for count. The
+peer runs the same lengths in padded batches of 8 in its own environment. No run finds what one before it has
+cached. The last line is JSON.
 """
 
 import argparse
@@ -149,23 +149,24 @@ def parse_args() -> argparse.Namespace:
     )
     parser.add_argument("model", help="directory of a checkpoint")
     parser.add_argument("--num-requests", type=int, default=64)
-    parser.add_argument("--prompt-mean", type=int, default=128, help="tokens")
-    parser.add_argument("--output-mean", type=int, default=96, help="tokens")
+    parser.add_argument("--prompt-mean", type=int, default=128, help="tokens; not of --shared-prefix")
+    parser.add_argument("--output-mean", type=int, default=96, help="tokens; not of --shared-prefix")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--dtype", default="auto")
     parser.add_argument("--num-threads", type=int, default=os.cpu_count())
     parser.add_argument("--repeat", type=int, default=1, help="runs; the median is reported")
-    parser.add_argument("--shared-prefix", metavar="LENGTHS", help="tokens that all prompts begin with")
-    parser.add_argument(
-        "-n", type=int, default=1, help="outputs of a request, of which there are as many less"
-    )
-    parser.add_argument("--static", metavar="LIMITS", help="limits of running sequences, such as 8,16,64")
-    parser.add_argument("--peer", choices=("transformers",))
+    mode = parser.add_mutually_exclusive_group()
+    mode.add_argument("--shared-prefix", metavar="LENGTHS", help="tokens that all prompts begin with")
+    mode.add_argument("-n", type=int, default=1, help="outputs of a request, of which there are as many less")
+    mode.add_argument("--static", metavar="LIMITS", help="limits of running sequences, such as 8,16,64")
+    mode.add_argument("--peer", choices=("transformers",))
     parser.add_argument("--peer-python", metavar="PYTHON", help="the interpreter that has the peer installed")
     parser.add_argument("--peer-dtype", default="float32")
     args = parser.parse_args()
-    if args.peer and not args.peer_python:
-        parser.error("--peer needs --peer-python")
+    if bool(args.peer) != bool(args.peer_python):
+        parser.error("--peer and --peer-python need each other")
+    if args.static and args.repeat > 1:
+        parser.error("--static makes one run of each, so it takes no --repeat")
     return args
 
 

@@ -9,7 +9,7 @@ import pytest
 
 from cupaged.config import EngineConfig
 from cupaged.engine.llm_engine import LLMEngine
-from tools.bench_offline import run_static
+from tools.bench_offline import parse_args, run_static
 from tools.offline_runs import LONGEST, SHORTEST, Workload, make_workload, run
 from tools.offline_sharing import CreateEngine, compare_prefixes, compare_sampling, run_fresh
 
@@ -46,6 +46,30 @@ def test_static_run_waits_for_the_slowest_of_each_batch(engine: LLMEngine) -> No
     _, num_steps = run_static(engine, Workload([[5] * 9, [6] * 20, [7] * 3], [4, 1, 6]), limit=2)
 
     assert num_steps == 4 + 6
+
+
+@pytest.mark.parametrize("others", [("-n", "4"), ("--peer", "transformers"), ("--shared-prefix", "80")])
+def test_comparisons_are_made_one_at_a_time(
+    others: tuple[str, str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("sys.argv", ["bench_offline", "model", "--static", "8", *others])
+
+    with pytest.raises(SystemExit):
+        parse_args()
+
+    assert "not allowed with argument --static" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "arguments", [("--peer", "transformers"), ("--peer-python", "python"), ("--static", "8", "--repeat", "3")]
+)
+def test_option_that_would_be_ignored_is_refused(
+    arguments: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sys.argv", ["bench_offline", "model", *arguments])
+
+    with pytest.raises(SystemExit):
+        parse_args()
 
 
 def test_no_run_finds_what_one_before_it_has_cached(engine: LLMEngine) -> None:
