@@ -1,4 +1,4 @@
-"""Faults for tools/mutate_block_manager.py: a line of cupaged/scheduler, and what it becomes."""
+"""Faults for tools/mutate_block_manager.py: a line or a few of cupaged/scheduler, and what they become."""
 
 from typing import NamedTuple
 
