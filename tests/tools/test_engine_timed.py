@@ -15,19 +15,16 @@ from tools.engine_timed import MarkedBackend, TimedEngine
 from tools.machine import CountedDevice
 
 
+def load(machine: EmulatedMachine, directory: Path, **options: Any) -> TimedEngine:
+    """Return an engine with a tiny llama of random weights."""
+    model = write_model(directory, TINY.shape)
+    return TimedEngine(machine, model, load_format="dummy", swap_space=0, **options)
+
+
 @pytest.fixture(scope="module")
 def engine(tmp_path_factory: pytest.TempPathFactory) -> TimedEngine:
-    """A tiny llama with random weights."""
-    model = write_model(tmp_path_factory.mktemp("model"), TINY.shape)
-    return TimedEngine(
-        EmulatedMachine(),
-        model,
-        load_format="dummy",
-        max_num_seqs=4,
-        max_model_len=64,
-        max_num_batched_tokens=32,
-        swap_space=0,
-    )
+    options = {"max_num_seqs": 4, "max_model_len": 64, "max_num_batched_tokens": 32}
+    return load(EmulatedMachine(), tmp_path_factory.mktemp("model"), **options)
 
 
 def test_each_step_has_a_beginning_and_an_end_in_order(engine: TimedEngine) -> None:
@@ -107,14 +104,7 @@ def test_driver_memory_is_noted_before_the_first_step_and_each_graph(engine: Tim
 
 def test_allocations_are_those_of_the_engine_alone(tmp_path: Path) -> None:
     machine = Remembering()
-    engine = TimedEngine(
-        machine,
-        write_model(tmp_path, TINY.shape),
-        load_format="dummy",
-        max_num_seqs=2,
-        max_model_len=32,
-        swap_space=0,
-    )
+    engine = load(machine, tmp_path, max_num_seqs=2, max_model_len=32)
     machine.last.allocate(7)
 
     assert len(engine.executor.allocations) == 4 + 1
@@ -133,14 +123,7 @@ class Remembering(EmulatedMachine):
 
 def test_a_closed_engine_gives_its_memory_back(tmp_path: Path) -> None:
     machine = Remembering()
-    engine = TimedEngine(
-        machine,
-        write_model(tmp_path, TINY.shape),
-        load_format="dummy",
-        max_num_seqs=2,
-        max_model_len=32,
-        swap_space=0,
-    )
+    engine = load(machine, tmp_path, max_num_seqs=2, max_model_len=32)
 
     engine.close()
     del engine
