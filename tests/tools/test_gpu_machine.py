@@ -15,7 +15,7 @@ from cupaged.kernels.launch import SOURCES
 from tests.tools.fake_stream import CALL_SECONDS, Stream
 from tools.emulated_machine import EmulatedMachine
 from tools.gpu_machine import CHUNK, NUM_LINK_REPEATS, GpuMachine
-from tools.kernel_cases import TIMED
+from tools.kernel_cases import TIMED, TRAFFIC
 from tools.kernel_cases.launches import record
 from tools.machine import (
     LINK_BYTES,
@@ -81,7 +81,7 @@ class Device:
         return SimpleNamespace(data=SimpleNamespace(ptr=0))
 
     def kernel(self, *_: Any, **__: Any) -> Callable[..., None]:
-        return lambda *_: self.cupy_stream.work(CALL_SECONDS)
+        return lambda *_, **__: self.cupy_stream.work(CALL_SECONDS)
 
 
 @pytest.fixture
@@ -177,10 +177,16 @@ def test_arrays_to_write_are_poisoned(machine: GpuMachine) -> None:
     assert (machine.maker.unwritten((2,), np.int32) == -1).all()
 
 
-def test_host_time_of_a_launch_is_taken_on_any_machine(machine: GpuMachine) -> None:
-    function, kernel = launch_overhead(machine, TIMED[0])
+def test_host_time_is_that_of_all_of_a_cases_launches_and_of_its_first_kernels(
+    machine: GpuMachine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    case = next(case for case in TRAFFIC if len(record(case)) > 1)
+    monkeypatch.setattr("tools.machine.perf_counter", lambda: machine.gpu().cupy_stream.clock)
 
-    assert 0 < kernel < function < 1e-3
+    function, kernel = launch_overhead(machine, case)
+
+    assert function == pytest.approx(len(record(case)) * CALL_SECONDS)
+    assert kernel == pytest.approx(CALL_SECONDS)
 
 
 def test_time_between_marks_is_that_of_the_work_between_them(machine: GpuMachine) -> None:
