@@ -58,8 +58,8 @@ class LLM:
         params_list = self._params(sampling_params, len(prompt_list))
         priorities = _as_priorities(priority, len(prompt_list))
         makers = [
-            partial(self.engine.make_request, prompt=prompt, params=params, priority=rank)
-            for prompt, params, rank in zip(prompt_list, params_list, priorities, strict=True)
+            partial(self.engine.make_request, prompt=prompt, params=params, priority=each)
+            for prompt, params, each in zip(prompt_list, params_list, priorities, strict=True)
         ]
         return self._run(makers, use_tqdm)
 
@@ -109,8 +109,8 @@ class LLM:
         prompt_list = _as_prompts(prompts)
         priorities = _as_priorities(priority, len(prompt_list))
         makers = [
-            partial(self.engine.make_beam_request, prompt=prompt, params=params, priority=rank)
-            for prompt, rank in zip(prompt_list, priorities, strict=True)
+            partial(self.engine.make_beam_request, prompt=prompt, params=params, priority=each)
+            for prompt, each in zip(prompt_list, priorities, strict=True)
         ]
         return [self._as_beam_search_output(output, params) for output in self._run(makers, use_tqdm)]
 
@@ -190,16 +190,21 @@ class LLM:
             if self._is_closed:
                 raise RuntimeError("the LLM is closed; make a new one")
             requests = self._make_requests(makers)
-            ids = [request.request_id for request in requests]
+            added: list[str] = []
             try:
                 for request in requests:
-                    self.engine.add(request)
-                finished = self._step_until_finished(set(ids), use_tqdm)
+                    added.append(request.request_id)
+                    try:
+                        self.engine.add(request)
+                    except ValueError:  # the id is that of a request of the user's own
+                        added.pop()
+                        raise
+                finished = self._step_until_finished(set(added), use_tqdm)
             except BaseException:  # also KeyboardInterrupt: leave nothing running behind
-                for request_id in ids:
+                for request_id in added:
                     self.engine.abort(request_id)
                 raise
-        return [finished[request_id] for request_id in ids]
+        return [finished[request_id] for request_id in added]
 
     def _make_requests(self, makers: Sequence[MakeRequest]) -> list[Request | BeamRequest]:
         requests = []

@@ -76,6 +76,11 @@ class SamplingParams:
         """Return how many sequences are run."""
         return self.n if self.best_of is None else self.best_of
 
+    @property
+    def chooses(self) -> bool:
+        """Return whether more sequences are run than returned (best_of)."""
+        return self.num_sequences > self.n
+
 
 # The sampler computes in float32: the smallest normal number and the largest one.
 _SMALLEST, _LARGEST = 2.0**-126, (2 - 2.0**-23) * 2.0**127
@@ -171,7 +176,7 @@ def _validate_number_of_outputs(params: SamplingParams) -> None:
     _check(_is_int(n) and 1 <= n < 2**31, "n", n, f"in 1..{2**31 - 1}")
     ok = best_of is None or (_is_int(best_of) and n <= best_of < 2**31)
     _check(ok, "best_of", best_of, f">= n, which is {n}, and below 2**31, or None")
-    if params.num_sequences > n and params.output_kind == RequestOutputKind.DELTA:
+    if params.chooses and params.output_kind == RequestOutputKind.DELTA:
         raise ValueError(
             f"best_of is {best_of} but n is {n}: which are the best is known at the end only; do not stream "
             "(output_kind DELTA), or leave best_of out"

@@ -65,6 +65,20 @@ def test_a_prompt_is_found_again_until_the_cache_is_reset(tiny_llama_dir: Path) 
         assert llm.get_metrics()["prefix_hit_tokens"] == 32
 
 
+def test_an_id_in_use_stops_the_call_and_not_the_request_that_has_it(tiny_llama_dir: Path) -> None:
+    with LLM(tiny_llama_dir, max_model_len=64) as llm:
+        llm.engine.add_request("1", [5], GREEDY)
+
+        with pytest.raises(ValueError, match="'1' is in use"):
+            llm.generate([[5], [6], [7]], GREEDY, use_tqdm=False)
+
+        outputs = []
+        while llm.engine.has_unfinished():
+            outputs += llm.engine.step()
+        assert {output.request_id for output in outputs} == {"1"}
+        assert outputs[-1].finished
+
+
 def test_priorities_go_with_the_prompts(tiny_llama_dir: Path) -> None:
     with LLM(tiny_llama_dir, max_model_len=64, max_num_seqs=1, scheduling_policy="priority") as llm:
         outputs = llm.generate([[5], [6], [7]], GREEDY, use_tqdm=False, priority=[2, 0, 1])

@@ -166,6 +166,9 @@ class AsyncEngine:
             self.engine.add(request)
         except ValueError as error:  # this request's fault, no other's
             stream.fail(error)
+        except BaseException:
+            self._streams[request.request_id] = stream  # to fail with all the others
+            raise
         else:
             self._streams[request.request_id] = stream
 
@@ -181,7 +184,11 @@ class AsyncEngine:
         if self._stopped:
             done.set_exception(EngineDeadError(self._failure))
         else:
-            self.engine.reset_prefix_cache()
+            try:
+                self.engine.reset_prefix_cache()
+            except BaseException as error:
+                done.set_exception(error)
+                raise
             done.set_result(None)
 
     def _drain(self) -> None:

@@ -109,8 +109,8 @@ def beam_group(
     eos_token_ids: Set[int],
     vocab_size: int,
     max_model_len: int,
-    cache_salts: tuple[tuple[str, str], ...] = (),
-    priority: int = 0,
+    cache_salts: tuple[tuple[str, str], ...],
+    priority: int,
 ) -> SequenceGroup:
     """Return what the scheduler runs; ValueError if each beam needs more log-probabilities than there are."""
     num_candidates = params.beam_width + len(eos_token_ids)
@@ -146,7 +146,6 @@ class BeamRequest:
     tokenizer: Tokenizer
     eos_token_ids: Set[int]  # none with ignore_eos
     metrics: RequestMetrics
-    is_finished: bool = False
     _search: BeamSearch = field(init=False)
     # By beam: its most likely next tokens and their log-probabilities, since the last advance.
     _reported: dict[int, tuple[list[int], list[float]]] = field(default_factory=dict)
@@ -182,15 +181,12 @@ class BeamRequest:
         token_ids, logprobs = zip(*reported, strict=True)
         going_on = self._search.advance(np.array(token_ids, np.int32), np.array(logprobs, np.float32))
         if going_on is None:
-            self.is_finished = True
             self.metrics.finished_time = now
             self.metrics.num_preemptions = self.group.num_preemptions
         return going_on
 
-    def output(self) -> RequestOutput | None:
-        """Return the outputs, best first, None before the search has finished."""
-        if not self.is_finished:
-            return None
+    def output(self) -> RequestOutput:
+        """Return the outputs of a search that has finished, best first."""
         return RequestOutput(
             request_id=self.request_id,
             prompt=self.prompt,

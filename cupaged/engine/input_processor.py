@@ -67,10 +67,14 @@ class InputProcessor:
     ) -> Request:
         """Return a new request; ValueError says what is wrong with prompt, params or priority."""
         read = self._read(prompt)
-        name = "n" if params.best_of is None else "best_of"
-        self._check_num_sequences(name, params.num_sequences)
-        group = self._make_group(request_id, read, params, _as_priority(priority))
-        eos_token_ids = frozenset[int]() if params.ignore_eos else self.eos_token_ids
+        if params.num_sequences > self._max_num_seqs:  # here, before so many are made
+            name = "n" if params.best_of is None else "best_of"
+            raise ValueError(
+                f"{name} is {params.num_sequences} but max_num_seqs is {self._max_num_seqs}, and all of them "
+                f"run at once; lower {name} or raise max_num_seqs"
+            )
+        eos_token_ids = self._ends(params.ignore_eos)
+        group = self._make_group(request_id, read, params, eos_token_ids, _as_priority(priority))
         return Request(
             request_id=request_id,
             prompt=read.text,
@@ -95,8 +99,7 @@ class InputProcessor:
     ) -> BeamRequest:
         """Return a new beam search; ValueError says what is wrong with prompt, params or priority."""
         read = self._read(prompt)
-        self._check_num_sequences("beam_width", params.beam_width)
-        eos_token_ids = frozenset[int]() if params.ignore_eos else self.eos_token_ids
+        eos_token_ids = self._ends(params.ignore_eos)
         group = beam_group(
             request_id,
             read.token_ids,
@@ -130,8 +133,16 @@ class InputProcessor:
             min_tokens=params.min_tokens,
         )
 
+    def _ends(self, ignore_eos: bool) -> frozenset[int]:
+        return frozenset() if ignore_eos else self.eos_token_ids
+
     def _make_group(
-        self, request_id: str, prompt: _Prompt, params: SamplingParams, priority: int
+        self,
+        request_id: str,
+        prompt: _Prompt,
+        params: SamplingParams,
+        eos_token_ids: frozenset[int],
+        priority: int,
     ) -> SequenceGroup:
         stop_ids = set(params.stop_token_ids or ())
         self._check_token_ids("stop_token_ids", stop_ids)
@@ -149,15 +160,14 @@ class InputProcessor:
                 f"{num_prompt} (max_model_len {self._max_model_len}); lower min_tokens or raise max_model_len"
             )
         max_tokens = room if params.max_tokens is None else min(params.max_tokens, room)
-        ends = stop_ids if params.ignore_eos else stop_ids | self.eos_token_ids
-        if params.num_sequences > params.n and params.logprobs is None:
+        if params.chooses and params.logprobs is None:
             params = replace(params, logprobs=0)  # to find the best of them
         return SequenceGroup(
             request_id=request_id,
             prompt_token_ids=np.array(prompt.token_ids, np.int32),
             params=params,
             max_total_tokens=num_prompt + max_tokens,
-            stop_token_ids=tuple(sorted(ends)),
+            stop_token_ids=tuple(sorted(stop_ids | eos_token_ids)),
             banned_token_ids=tuple(sorted(banned)),
             seed=self._seeds.getrandbits(64) if params.seed is None else params.seed % 2**64,
             num_sequences=params.num_sequences,
@@ -167,11 +177,11 @@ class InputProcessor:
 
     def _read(self, prompt: Prompt) -> _Prompt:
         """Return the prompt's text, if there is one, its token ids and its salts."""
-        given: dict[str, Any] = {}
+        salt = None
         if isinstance(prompt, Mapping):
-            given = {key: value for key, value in prompt.items() if value is not None}
-        salt = given.pop("cache_salt", None)
-        text, token_ids = self._tokenise(given if isinstance(prompt, Mapping) else prompt)
+            prompt = {key: value for key, value in prompt.items() if value is not None}
+            salt = prompt.pop("cache_salt", None)
+        text, token_ids = self._tokenise(prompt)
         self._check_prompt(token_ids)
         return _Prompt(text, token_ids, () if salt is None else (("cache_salt", _as_salt(salt)),))
 
@@ -191,13 +201,6 @@ class InputProcessor:
         if "prompt_token_ids" in prompt:
             return text, _as_ids(prompt["prompt_token_ids"], "'prompt_token_ids' is a list of token ids")
         return self._tokenise(prompt["prompt"])
-
-    def _check_num_sequences(self, name: str, count: int) -> None:
-        if count > self._max_num_seqs:
-            raise ValueError(
-                f"{name} is {count} but max_num_seqs is {self._max_num_seqs}, and all of them run at once; "
-                f"lower {name} or raise max_num_seqs"
-            )
 
     def _check_prompt(self, token_ids: list[int]) -> None:
         if not token_ids:
@@ -227,6 +230,11 @@ def _as_salt(value: Any) -> str:
     if not isinstance(value, str) or not 1 <= len(value) <= MAX_SALT:
         shown = f"{len(value)} characters" if isinstance(value, str) else repr(value)
         raise ValueError(f"cache_salt must be text of 1..{MAX_SALT} characters, got {shown}")
+    try:
+        value.encode()
+    except UnicodeEncodeError as error:
+        bad = value[error.start]
+        raise ValueError(f"cache_salt has half a surrogate pair, {bad!r}; remove it") from None
     return str(value)
 
 

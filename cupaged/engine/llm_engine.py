@@ -5,7 +5,8 @@ through the tokenizer, and nothing of models or kernels.
 """
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from cupaged.batch import Batch, StepOutput, TokenLogprobs
@@ -121,17 +122,13 @@ class LLMEngine:
         request_id = request.request_id
         if request_id in self._requests or request_id in self._beam_requests:
             raise ValueError(f"request_id {request_id!r} is in use by a running request; choose another")
-        try:
+        self.scheduler.check(request.group)
+        with self._or_anew():
             self.scheduler.add(request.group)
             if isinstance(request, BeamRequest):
                 self._beam_requests[request_id] = request
             else:
                 self._requests[request_id] = request
-        except ValueError:  # nothing has changed
-            raise
-        except BaseException as error:
-            self._start_anew(error)
-            raise
 
     def add_request(self, request_id: str, prompt: Prompt, params: SamplingParams, priority: int = 0) -> None:
         """Validate, tokenise and queue."""
@@ -139,13 +136,10 @@ class LLMEngine:
 
     def abort(self, request_id: str) -> None:
         """Drop a request and free its blocks; an id that is not running is ignored."""
-        request = self._requests.pop(request_id, None) or self._beam_requests.pop(request_id, None)
-        if request is not None:
-            try:
+        with self._or_anew():
+            request = self._requests.pop(request_id, None) or self._beam_requests.pop(request_id, None)
+            if request is not None:
                 self.scheduler.finish_group(request.group, FinishReason.ABORT)
-            except BaseException as error:
-                self._start_anew(error)
-                raise
 
     def has_unfinished(self) -> bool:
         """Return whether step() still has work."""
@@ -153,7 +147,8 @@ class LLMEngine:
 
     def reset_prefix_cache(self) -> None:
         """Have nothing that is cached so far found again; running requests keep their blocks."""
-        self.scheduler.reset_prefix_cache()
+        with self._or_anew():
+            self.scheduler.reset_prefix_cache()
 
     def get_metrics(self) -> dict[str, int]:
         """Return what was counted since the engine was made, and how things stand."""
@@ -176,11 +171,8 @@ class LLMEngine:
 
         If a step fails, or is interrupted, all requests are dropped and the engine is as new.
         """
-        try:
+        with self._or_anew():
             return self._step()
-        except BaseException as error:
-            self._start_anew(error)
-            raise
 
     def close(self) -> None:
         """Drop all requests and release all memory."""
@@ -188,6 +180,15 @@ class LLMEngine:
             self._trace.close()
         self._drop_all()
         self.executor.close()
+
+    @contextmanager
+    def _or_anew(self) -> Iterator[None]:
+        """Start anew if what is done within fails or is interrupted: half of it may have happened."""
+        try:
+            yield
+        except BaseException as error:
+            self._start_anew(error)
+            raise
 
     def _start_anew(self, error: BaseException) -> None:
         """Drop all requests after `error`, and wait for what the device still does for them."""
@@ -245,8 +246,8 @@ class LLMEngine:
         for request_id, request in touched.items():
             if request.finished:
                 del self._requests[request_id]
-        shown = [request.output() for request in touched.values()] + self._advance_beams()
-        return [output for output in shown if output is not None]
+        shown = [request.output() for request in touched.values()]
+        return [output for output in shown if output is not None] + self._advance_beams()
 
     def _add_logprobs(self, update: Update, tokens: TokenLogprobs) -> None:
         columns = (tokens.seq, tokens.is_prompt, tokens.token_ids, tokens.logprobs, tokens.ranks)
@@ -257,7 +258,7 @@ class LLMEngine:
             requests = self._beam_requests if seq.group.is_beam else self._requests
             requests[seq.group.request_id].add_logprobs(seq.index, *entry)
 
-    def _advance_beams(self) -> list[RequestOutput | None]:
+    def _advance_beams(self) -> list[RequestOutput]:
         """Choose the next beams of each search that has all log-probabilities; return those that ended."""
         ended = []
         for request in [request for request in self._beam_requests.values() if request.is_ready]:

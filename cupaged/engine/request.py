@@ -88,15 +88,13 @@ class Request:
     prompt_logprobs: list[Logprobs | None] | None
     prompt_reported: bool = False
     num_unfinished: int = field(init=False)  # sequences
-    chooses: bool = field(init=False)  # best_of: more sequences are run than shown
     shows_end_only: bool = field(init=False)
 
     def __post_init__(self) -> None:
         """Note what every step asks for."""
         params = self.params
         self.num_unfinished = params.num_sequences
-        self.chooses = params.num_sequences > params.n
-        self.shows_end_only = self.chooses or params.output_kind == RequestOutputKind.FINAL_ONLY
+        self.shows_end_only = params.chooses or params.output_kind == RequestOutputKind.FINAL_ONLY
 
     @property
     def finished(self) -> bool:
@@ -153,7 +151,7 @@ class Request:
         show_prompt = not (delta and self.prompt_reported)
         self.prompt_reported = True
         completions: Sequence[Completion] = self.completions
-        if self.chooses:
+        if self.params.chooses:
             by_likelihood = sorted(completions, key=lambda completion: -completion.mean_logprob)
             completions = by_likelihood[: self.params.n]
         return RequestOutput(

@@ -1,12 +1,14 @@
 """AsyncEngine: groups of sequences, priorities, and resets of the prefix cache."""
 
 import asyncio
+from typing import Any
 
 import pytest
 
 from cupaged import SamplingParams
 from cupaged.engine.async_engine import AsyncEngine, EngineDeadError
 from cupaged.sampling_params import RequestOutputKind
+from cupaged.scheduler.scheduler import Scheduler
 from tests.engine.asyncio_calls import Gate, collect, delta, run_with, tokens_of, until
 from tests.engine.conftest import PROMPT, MakeEngine
 from tests.engine.scripted import continuation
@@ -95,6 +97,32 @@ def test_a_reset_that_nobody_waits_for_any_more_harms_nobody(make_engine: MakeEn
         engine.check_health()
 
     run_with(make_engine(follow=gate), work)
+
+
+@pytest.mark.parametrize("method", ["add", "reset_prefix_cache"])
+def test_who_asks_for_what_breaks_the_engine_is_told(
+    make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch, method: str
+) -> None:
+    def fail(*_: Any) -> None:
+        raise MemoryError("no room")
+
+    async def ask(engine: AsyncEngine) -> None:
+        if method == "add":
+            await collect(engine)
+        else:
+            await engine.reset_prefix_cache()
+
+    async def main() -> None:
+        engine = AsyncEngine(make_engine())
+        monkeypatch.setattr(Scheduler, method, fail)
+
+        with pytest.raises((EngineDeadError, MemoryError), match="no room"):
+            await asyncio.wait_for(ask(engine), 10)
+        await until(lambda: engine._stopped)
+        with pytest.raises(EngineDeadError, match="the engine died: MemoryError: no room"):
+            engine.check_health()
+
+    asyncio.run(main())
 
 
 def test_a_reset_of_an_engine_that_has_shut_down_says_so(make_engine: MakeEngine) -> None:

@@ -170,6 +170,7 @@ def test_a_beam_that_only_equals_the_worst_output_ends_the_search() -> None:
 
 def make_group(**changes: Any) -> Any:
     options: dict[str, Any] = {"eos_token_ids": frozenset({0}), "vocab_size": 64, "max_model_len": 100}
+    options |= {"cache_salts": (), "priority": 0}
     params = BeamSearchParams(beam_width=4, max_tokens=20, temperature=0.5)
     return beam_group("r", [10, 20, 30], params, **(options | changes))
 
@@ -217,7 +218,16 @@ def make_request(scripted_dir: Path) -> Any:
     def make(**options: Any) -> BeamRequest:
         params = BeamSearchParams(**{"beam_width": 2, "max_tokens": 2} | options)
         eos_token_ids = frozenset({EOS})
-        group = beam_group("r", [10], params, eos_token_ids=eos_token_ids, vocab_size=64, max_model_len=99)
+        group = beam_group(
+            "r",
+            [10],
+            params,
+            eos_token_ids=eos_token_ids,
+            vocab_size=64,
+            max_model_len=99,
+            cache_salts=(),
+            priority=0,
+        )
         return BeamRequest(
             request_id="r",
             prompt=None,
@@ -240,14 +250,11 @@ def report(request: BeamRequest, index: int, logprobs: dict[int, float]) -> None
 def finish(request: BeamRequest) -> RequestOutput:
     """Let the outputs end by EOS and by length."""
     report(request, 0, {11: -1.0, 12: -2.0, 13: -9.0})
-    assert request.output() is None
     request.advance()
     report(request, 0, {EOS: -0.5, 14: -7.0, 15: -8.0})
     report(request, 1, {16: -1.0, 17: -7.5, 18: -9.0})
     assert request.advance() is None
-    output = request.output()
-    assert output is not None
-    return output
+    return request.output()
 
 
 def test_request_is_ready_once_every_beam_has_reported(make_request: Any) -> None:

@@ -78,6 +78,7 @@ def test_every_kind_of_prompt_becomes_the_same_ids(inputs: InputProcessor, promp
         ({"cache_salt": "a"}, r"needs 'prompt' or .*, got \[\]"),
         ({"prompt": "a", "cache_salt": ""}, r"cache_salt must be text of 1\.\.1024 characters, got 0"),
         ({"prompt": "a", "cache_salt": "s" * 1025}, r"cache_salt must be text .*, got 1025"),
+        ({"prompt": "a", "cache_salt": "a\ud800"}, r"cache_salt has half a surrogate pair, '\\ud800'"),
         ({"prompt": "a", "cache_salt": 7}, r"cache_salt must be text .*, got 7"),
     ],
 )

@@ -324,7 +324,7 @@ def test_text_tokens_and_logprobs_end_at_the_token_that_completes_a_stop_string(
     assert parts[-1].cumulative_logprob == -sum(token_ids) / 8
 
 
-@pytest.mark.parametrize("method", ["add", "finish_group"])
+@pytest.mark.parametrize("method", ["add", "finish_group", "reset_prefix_cache"])
 def test_a_call_that_is_interrupted_leaves_nobody_behind_whom_no_abort_finds(
     make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch, method: str
 ) -> None:
@@ -333,18 +333,19 @@ def test_a_call_that_is_interrupted_leaves_nobody_behind_whom_no_abort_finds(
     engine.step()
 
     def interrupted(scheduler: Scheduler, *args: Any) -> None:
-        if method == "add":  # after it; an abort before it
+        if method == "add":  # after it; the others before it
             call(scheduler, *args)
         raise KeyboardInterrupt
 
-    def add_and_abort() -> None:
+    def call_all() -> None:
         engine.add_request("r", PROMPT, greedy())
         engine.abort("r")
+        engine.reset_prefix_cache()
 
     with monkeypatch.context() as patch:
         patch.setattr(Scheduler, method, interrupted)
         with pytest.raises(KeyboardInterrupt):
-            add_and_abort()
+            call_all()
 
     assert not engine.has_unfinished()
     assert engine.scheduler.num_waiting == engine.scheduler.num_used_blocks == 0
