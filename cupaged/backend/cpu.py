@@ -98,17 +98,17 @@ class CpuBackend:
     def warm_up(self, step: Callable[[Batch], Any]) -> None:
         """Do nothing: kernels were compiled when they were imported."""
 
-    def copy_blocks(self, source: Array, target: Array, pairs: Array) -> None:
-        """Copy whole blocks from pool to pool."""
-        rows.copy_blocks_cpu(_bytes(source), _bytes(target), pairs)
+    def copy_blocks(self, pool: Array, pairs: Array) -> None:
+        """Copy whole blocks."""
+        rows.copy_blocks_cpu(_bytes(pool), _bytes(pool), pairs)
 
     def swap_out(self, pool: Array, host_pool: Array, pairs: NDArray[np.int32]) -> None:
         """Copy whole blocks to the second pool."""
-        self.copy_blocks(pool, host_pool, pairs)
+        rows.copy_blocks_cpu(_bytes(pool), _bytes(host_pool), pairs)
 
     def swap_in(self, host_pool: Array, pool: Array, pairs: NDArray[np.int32]) -> None:
         """Copy whole blocks back."""
-        self.copy_blocks(host_pool, pool, pairs)
+        rows.copy_blocks_cpu(_bytes(host_pool), _bytes(pool), pairs)
 
     def from_host(self, array: NDArray[Any]) -> Array:
         """Return the array itself: host and device are one."""

@@ -122,7 +122,7 @@ class CudaBackend:
         """Return a KV cache pool; its contents are undefined."""
         pool = self._memory.create_pool(shape, self.kv_dtype)
         if self._memory.measuring:
-            self.copy_blocks(pool, pool, outline((0, 2), np.int32))  # a step's, but not of each
+            self.copy_blocks(pool, outline((0, 2), np.int32))  # a step's, but not of each
         return pool
 
     def create_host_pool(self, shape: tuple[int, ...]) -> Array:
@@ -149,9 +149,9 @@ class CudaBackend:
                 self.reserve,
             )
 
-    def copy_blocks(self, source: Array, target: Array, pairs: Array) -> None:
+    def copy_blocks(self, pool: Array, pairs: Array) -> None:
         """Copy whole blocks from pool to pool."""
-        copy_blocks_cuda(self._launcher, source, target, pairs)
+        copy_blocks_cuda(self._launcher, pool, pool, pairs)
 
     def swap_out(self, pool: Array, host_pool: Array, pairs: NDArray[np.int32]) -> None:
         """Copy whole blocks to the host, each by itself: they lie anywhere, and have some MiB."""

@@ -34,7 +34,7 @@ class KVCache:
         if len(host.swap_in):
             backend.swap_in(self.host_pool, self.pool, host.swap_in)
         if len(host.copy):
-            backend.copy_blocks(self.pool, self.pool, batch.copy)
+            backend.copy_blocks(self.pool, batch.copy)
 
 
 def pool_shape(config: ModelConfig, num_blocks: int, block_size: int) -> tuple[int, ...]:

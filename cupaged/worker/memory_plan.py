@@ -47,9 +47,14 @@ class MemoryPlan:
         return self.num_host_blocks * self.block_bytes
 
     @property
+    def swap_beside(self) -> int:
+        """Return the bytes of the swap pool that come out of `available`."""
+        return self.swap_bytes if self.host_available is None else 0
+
+    @property
     def beside(self) -> int:
         """Return the bytes of `available` that are planned for all but the KV cache."""
-        return sum(self.use) + (self.swap_bytes if self.host_available is None else 0)
+        return sum(self.use) + self.swap_beside
 
     @property
     def total(self) -> int:
@@ -69,7 +74,7 @@ class MemoryPlan:
             "workspace": use.workspace,
             "activations": use.activations,
             "driver's modules and graphs": use.reserve,
-            "swap pool": self.beside - sum(use),
+            "swap pool": self.swap_beside,
             "KV cache": self.num_blocks * self.block_bytes,
         }
         host = ""
@@ -192,7 +197,7 @@ class _Planner:
                 "close other programs",
             )
         driver = f", {use.reserve} for the driver" if use.reserve else ""
-        swap = plan.beside - sum(use)
+        swap = plan.swap_beside
         swapped, lower = (f", {swap} for swap_space", "lower swap_space,") if swap else ("", "lower")
         steps = f"steps of max_num_batched_tokens={config.max_num_batched_tokens}"
         needs = (

@@ -43,17 +43,17 @@ class LateBackend(CpuBackend):
         """Return a copy, as on a device."""
         return Batch(batch.words.copy(), batch.bucket, batch.serials)
 
-    def copy_blocks(self, source: Array, target: Array, pairs: Array) -> None:
-        """Begin to copy whole blocks from pool to pool."""
-        self._begin(partial(super().copy_blocks, source, target, pairs))
+    def copy_blocks(self, pool: Array, pairs: Array) -> None:
+        """Begin to copy whole blocks."""
+        self._begin(partial(super().copy_blocks, pool, pairs))
 
     def swap_out(self, pool: Array, host_pool: Array, pairs: NDArray[np.int32]) -> None:
         """Begin to copy whole blocks to the second pool."""
-        self.copy_blocks(pool, host_pool, pairs)
+        self._begin(partial(super().swap_out, pool, host_pool, pairs))
 
     def swap_in(self, host_pool: Array, pool: Array, pairs: NDArray[np.int32]) -> None:
         """Begin to copy them back."""
-        self.copy_blocks(host_pool, pool, pairs)
+        self._begin(partial(super().swap_in, host_pool, pool, pairs))
 
     def load_last_tokens(self, batch: Batch, last_token: Array) -> None:
         """Begin to fill the inputs that ask for it."""

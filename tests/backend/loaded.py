@@ -90,7 +90,7 @@ class Attention(NamedTuple):
         self, backend: Backend, batch: Batch, rows: Any, cos_sin: Array, norms: Any, sinks: Any, kv: Any
     ) -> list[Array]:
         if len(batch.copy):
-            backend.copy_blocks(kv.pool, kv.pool, batch.copy)
+            backend.copy_blocks(kv.pool, batch.copy)
         qkv = backend.embedding(batch.input_ids, rows)
         q, k, v = (
             qkv[:, first:last].reshape(-1, (last - first) // 64, 64)

@@ -232,7 +232,7 @@ def test_copy_blocks_moves_whole_blocks_of_a_bfloat16_pool() -> None:
     pool = backend.create_pool(pool_shape(CONFIG, 3, 16))
     pool[:] = np.arange(3).reshape(3, 1, 1, 1, 1, 1).astype(pool.dtype)
 
-    backend.copy_blocks(pool, pool, np.array([[2, 0]], np.int32))
+    backend.copy_blocks(pool, np.array([[2, 0]], np.int32))
 
     assert pool.shape == (3, 2, 2, 2, 16, 8)
     assert pool.reshape(3, -1).astype(np.float32).mean(1).tolist() == [2, 1, 2]

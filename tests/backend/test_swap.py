@@ -48,7 +48,7 @@ class CpuPools:
 
     def forget(self) -> None:
         """Overwrite the last three blocks of the device by block 1."""
-        self.backend.copy_blocks(self.pool, self.pool, FORGET)
+        self.backend.copy_blocks(self.pool, FORGET)
 
 
 class CudaPools(CpuPools):
@@ -72,7 +72,7 @@ class CudaPools(CpuPools):
 
     def forget(self) -> None:
         """Likewise, on the stream."""
-        self.backend.copy_blocks(self.pool, self.pool, self.forget_pairs)
+        self.backend.copy_blocks(self.pool, self.forget_pairs)
 
 
 @pytest.fixture(params=[CpuPools, CudaPools], ids=["cpu", "cuda"])
