@@ -85,12 +85,12 @@ def test_n_answers_to_a_prompt_are_printed_when_all_are_there(
 
 def test_salts_and_priorities_go_with_their_lines(tiny_llama_dir: Path, tmp_path: Path) -> None:
     line = {"prompt_token_ids": list(range(5, 45)), "max_tokens": 1}
-    lines = [{**line, "priority": i, **salt} for i, salt in enumerate([{}, {}, {"cache_salt": "s"}])]
+    lines = [{**line, "priority": -i, **salt} for i, salt in enumerate([{}, {}, {"cache_salt": "s"}])]
 
     flags = ["--max-num-seqs", "1", "--scheduling-policy", "priority"]
     _, answers = run_file(tiny_llama_dir, tmp_path, lines, *flags)
 
-    assert [answer["num_cached_tokens"] for answer in answers] == [0, 32, 0]
+    assert [answer["num_cached_tokens"] for answer in answers] == [32, 0, 0]  # the last goes first
 
 
 def test_flags_are_defaults_that_a_line_overrides(tiny_llama_dir: Path, tmp_path: Path) -> None:

@@ -101,6 +101,8 @@ def test_priorities_that_cannot_be_are_refused(llm: LLM, priority: Any, message:
         llm.generate([[5], [6]], GREEDY, use_tqdm=False, priority=priority)
     with pytest.raises(ValueError, match=message):
         llm.beam_search([[5], [6]], BeamSearchParams(beam_width=1, max_tokens=2), False, priority=priority)
+    with pytest.raises(ValueError, match=message):
+        llm.chat([[{"role": "user", "content": "a"}]] * 2, GREEDY, False, priority=priority)
 
 
 def test_a_group_that_can_never_fit_is_refused_by_its_place_before_anything_runs(

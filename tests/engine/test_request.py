@@ -88,6 +88,15 @@ def test_delta_outputs_show_the_prompt_once(tokenizer: Tokenizer) -> None:
     assert (first.prompt_logprobs, second.prompt_logprobs) == ([None], None)
 
 
+def test_preemptions_are_in_the_metrics_when_all_have_ended(tokenizer: Tokenizer) -> None:
+    request = make_request(tokenizer)
+    request.group.num_preemptions = 2
+
+    request.append(0, [5], FinishReason.LENGTH)
+
+    assert request.metrics.num_preemptions == 2
+
+
 def outputs_of(request: Request) -> list[CompletionOutput]:
     output = request.output()
     assert output is not None

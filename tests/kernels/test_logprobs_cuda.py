@@ -14,7 +14,7 @@ from tests.kernels.rows_of_logits import KINDS, logits_of
 from tests.kernels.schedules import identical_under_all_schedules
 
 Arrays = tuple[NDArray[Any], ...]
-TEMPERATURES = np.array([0.0, 1e-4, 0.3, 0.7, 1.0, 1.9, 50.0, 3e38], np.float32)
+TEMPERATURES = np.array([0.0, 1e-6, 1e-4, 0.3, 0.7, 1.0, 1.9, 50.0, 3e38], np.float32)
 
 
 def chosen(rng: np.random.Generator, n: int, vocab_size: int) -> Arrays:
@@ -87,7 +87,7 @@ def test_bits_are_the_twins_where_all_are_the_same(
     assert_same_bits(device, logits, chosen(np.random.default_rng(2), 3, 300), MAX_TOP)
 
 
-@pytest.mark.parametrize("temperature", [1e-5, 0.7, 3e38])
+@pytest.mark.parametrize("temperature", [1e-6, 1e-5, 0.7, 3e38])
 def test_scaled_bits_are_the_twins_in_a_large_vocabulary(device: EmulatedDevice, temperature: float) -> None:
     rng = np.random.default_rng(1)
     logits = rng.standard_normal((2, 32_001), np.float32) * 3

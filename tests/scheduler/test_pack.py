@@ -6,7 +6,8 @@ import pytest
 from cupaged.batch import Batch, Bucket, Flag, bucket_for
 from cupaged.sampling_params import SamplingParams
 from cupaged.scheduler.counters import Counter as Event
-from cupaged.scheduler.pack import BatchBuffer
+from cupaged.scheduler.pack import BatchBuffer, measure
+from cupaged.scheduler.plan import SWAP_IN, SWAP_OUT
 from tests.scheduler.groups import make_group, make_scheduler
 from tests.scheduler.harness import Harness, count, start
 
@@ -231,6 +232,17 @@ def test_history_comes_with_reset_for_rows_that_want_it() -> None:
     assert batch.history_start.tolist() == [0, 0, 3]
     harness.update()
     assert schedule(harness).history.size == 0
+
+
+@pytest.mark.parametrize("way", [SWAP_OUT, SWAP_IN])
+def test_a_pair_that_is_swapped_takes_two_words_of_tail(way: int) -> None:
+    scheduler = make_scheduler(num_host_blocks=8)
+    table, pools = scheduler._table, scheduler.block_manager.pools
+    pools.moves.num[way] = 3
+
+    *_, num_tail = measure(table.rows, table.sampling, pools.device, pools.moves)
+
+    assert num_tail == 6
 
 
 @pytest.mark.parametrize("max_num_seqs", [8, 9])

@@ -98,6 +98,32 @@ class TestPriority:
         harness.run()
         assert_all_as_expected(harness, [*low, high])
 
+    def test_newcomer_takes_the_rows_of_the_least_important_swapped_group(self) -> None:
+        old = [ranked(0, [i] * 4, 2) for i in range(3)]
+        young = [ranked(5, [i + 10, i], 6) for i in range(2)]
+        harness = start(
+            *old,
+            *young,
+            num_blocks=6,
+            max_model_len=24,
+            max_num_seqs=5,
+            preemption_mode="swap",
+            num_host_blocks=8,
+            **PRIORITY,
+        )
+        harness.step()
+        harness.step()
+        assert [group.status for group in young] == [SequenceStatus.SWAPPED] * 2
+        high = ranked(1, [7], 2, n=4)
+        harness.add(high)
+
+        harness.step()
+
+        assert young[1].status is SequenceStatus.PREEMPTED
+        assert young[0].status is not SequenceStatus.PREEMPTED
+        harness.run()
+        assert_all_as_expected(harness, [*old, *young, high])
+
     def test_newcomer_takes_the_budget_of_a_lower_one(self) -> None:
         low = ranked(5, 40)
         harness = start(low, max_num_batched_tokens=4, **PRIORITY)

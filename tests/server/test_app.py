@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 
 from cupaged import __version__
+from cupaged.engine.request import Request
 from cupaged.server import app as server_app
 from cupaged.server.connection import MAX_BODY_BYTES
 from tests.server.conftest import Client, MakeClient, text_after
@@ -119,10 +120,25 @@ def test_a_group_that_can_never_fit_is_a_400_with_the_numbers(make_client: MakeC
     assert client.complete("abc").json()["choices"][0]["text"] == text_after("abc", 16)
 
 
-def test_a_priority_is_taken_where_priorities_count(make_client: MakeClient) -> None:
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
+def test_a_priority_is_taken_where_priorities_count(
+    make_client: MakeClient, monkeypatch: pytest.MonkeyPatch, path: str
+) -> None:
     client = make_client(scheduling_policy="priority")
+    engine, made = client.engine.engine, []
+    make_request = engine.make_request
 
-    assert client.complete("abc", priority=-3).json()["choices"][0]["text"] == text_after("abc", 16)
+    def note(*args: Any) -> Request:
+        made.append(make_request(*args))
+        return made[-1]
+
+    monkeypatch.setattr(engine, "make_request", note)
+    body = {"prompt": "abc", "messages": [{"role": "user", "content": "a"}], "priority": -3}
+
+    reply = client.request("POST", path, json=body)
+
+    assert reply.status_code == 200
+    assert [request.group.priority for request in made] == [-3]
 
 
 def test_a_chat_longer_than_the_window_blames_the_messages(client: Client) -> None:

@@ -14,6 +14,7 @@ from cupaged.backend.base import Backend, Limits, MemoryUse
 from cupaged.backend.cpu import CpuBackend
 from cupaged.batch import Flag, padding_batch
 from cupaged.config import EngineConfig
+from cupaged.sampling_params import MAX_CANDIDATES
 from cupaged.worker.executor import UniprocExecutor
 from cupaged.worker.worker import Worker, largest_batches
 from tests.backend.late import LateBackend
@@ -65,11 +66,11 @@ def test_all_that_is_allocated_is_planned_to_the_byte(
     tmp_path: Path, case: str, dtype: str, swap_space: float | None
 ) -> None:
     write_tiny_model(tmp_path, CASES[case])
-    Worker(config(tmp_path, dtype=dtype), tmp_path)  # what the process has once is there now
+    options = config(tmp_path, dtype=dtype, kv_cache_memory=1 << 20, swap_space=swap_space)
+    Worker(options, tmp_path)  # what the process has once is there now: numpy.ma, which Numba imports late
     tracemalloc.start()
     before = numpy_bytes()
 
-    options = config(tmp_path, dtype=dtype, kv_cache_memory=1 << 20, swap_space=swap_space)
     worker = Worker(options, tmp_path)
 
     taken = numpy_bytes() - before
@@ -171,6 +172,17 @@ def test_rates_of_swaps_and_prefills_are_measured_at_load(tiny_llama_dir: Path) 
     assert worker.swap_rates.prefill_rate > 10
 
 
+def test_a_swap_that_is_timed_is_done_when_its_call_returns(tiny_llama_dir: Path) -> None:
+    backend = LateBackend("float32")
+    worker = Worker(
+        config(tiny_llama_dir, swap_space=0.01), tiny_llama_dir, create_backend=lambda *_: backend
+    )
+
+    worker._swap_first(1)
+
+    assert not backend.begun
+
+
 def test_rates_that_the_user_gives_are_kept(tiny_llama_dir: Path) -> None:
     options = config(tiny_llama_dir, swap_space=0.01, swap_bandwidth=25e9, prefill_rate=5000)
 
@@ -199,3 +211,6 @@ def test_the_largest_steps_fill_their_limits() -> None:
 
     assert (decodes.num_tokens, decodes.num_seqs, decodes.num_decodes, decodes.num_logits) == (8, 8, 8, 8)
     assert (prefill.num_tokens, prefill.num_seqs, prefill.num_decodes, prefill.num_logits) == (48, 8, 0, 48)
+    for batch in (decodes, prefill):
+        assert (batch.num_logprobs == MAX_CANDIDATES).all()
+        assert (batch.num_prompt_logprobs == MAX_CANDIDATES).all()
