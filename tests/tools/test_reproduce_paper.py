@@ -11,12 +11,23 @@ import pytest
 
 from cupaged.scheduler.counters import Counter
 from tools.paper_figures import Figures
-from tools.paper_machine import KV_BYTES, NUM_SLOTS, step_seconds, swap_seconds
-from tools.paper_paged import Case, PagedRun, Simulation, simulate, worst_waste
+from tools.paper_machine import COPY_SECONDS, KV_BYTES, NUM_SLOTS, step_seconds, swap_seconds
+from tools.paper_paged import Case, PagedRun, Simulation, num_swapped, simulate, worst_waste
 from tools.paper_plots import DRAWN, draw
 from tools.paper_reference import Buddy, Contiguous, reserve, run_static
 from tools.paper_table import Sizes
-from tools.paper_workload import ALPACA, MAX_LENGTH, SHAREGPT, SIGMA, SIGMAS, Dataset, Workload, draw_workload
+from tools.paper_time import LOADS, VICTIM, SwapOrRecompute
+from tools.paper_workload import (
+    ALPACA,
+    MAX_LENGTH,
+    MAX_TOKENS,
+    SHAREGPT,
+    SIGMA,
+    SIGMAS,
+    Dataset,
+    Workload,
+    draw_workload,
+)
 
 SMALL = Dataset("small", 60, 40, 10.0)
 
@@ -141,6 +152,12 @@ def test_paged_run_ends_with_the_pool_empty_and_all_first_tokens() -> None:
     assert 0 < run.token_share < 1
 
 
+def test_paged_steps_time_counts_new_tokens_and_context() -> None:
+    run = simulate(Case(dataset=SMALL, num_requests=40, num_slots=4096))
+
+    assert run.first_token.min() == pytest.approx(step_seconds(MAX_TOKENS, MAX_TOKENS))  # a step of prompts
+
+
 def test_swap_moves_each_block_out_and_in_and_recompute_none() -> None:
     tight = Case(dataset=SMALL, num_requests=40, num_slots=1024, preemption_mode="swap")
     swap, recompute = simulate(tight), simulate(replace(tight, preemption_mode="recompute"))
@@ -162,6 +179,14 @@ def test_sequences_of_a_request_share_blocks(is_beam: bool) -> None:
 
     assert 0.1 < run.sharing < 0.75  # of four, three quarters are saved at most
     assert run.counters[Counter.COPIED_BLOCKS] > 0
+    assert run.mean_batch <= 40 + 1e-9  # requests, not their sequences
+
+
+def test_a_victim_that_is_swapped_pays_out_and_in() -> None:
+    seconds = SwapOrRecompute.victim_seconds(16)
+
+    num_blocks = -(-VICTIM // 16)
+    assert seconds["swap, 80 copies"] == pytest.approx(2 * swap_seconds(num_blocks, 16, 80))
 
 
 @pytest.fixture(scope="module")
@@ -196,6 +221,25 @@ def test_more_memory_holds_tokens_the_less_is_reserved(figures: Figures) -> None
 
     assert all(sum(share) == pytest.approx(1) for share in shares.values())
     assert shares["maximum"][0] < shares["power of two"][0] < shares["oracle"][0] < shares["paged"][0]
+
+
+def test_a_runs_seconds_have_the_copies_of_all_its_swaps(figures: Figures) -> None:
+    run = figures.swap.runs["swap", 16].result()
+
+    seconds = figures.swap.run_seconds(16)
+
+    assert num_swapped(run) > 0
+    more = seconds["swap, 80 copies"] - seconds["swap, 1 copy"]
+    assert more == pytest.approx(79 * num_swapped(run) * COPY_SECONDS)
+    assert seconds["swap, 1 copy"] - run.seconds == pytest.approx(swap_seconds(num_swapped(run), 16, 1))
+
+
+def test_loads_are_of_the_output_that_static_batching_gives(figures: Figures) -> None:
+    capacity = figures.first_token.capacity_run.output_rate  # tokens per second
+
+    rates = np.array(figures.first_token._rates)  # requests per second
+
+    assert rates * SHAREGPT.output_mean == pytest.approx(np.array(LOADS) * capacity)
 
 
 def test_plots_are_small_pngs(figures: Figures, tmp_path: Path) -> None:

@@ -4,12 +4,13 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from numpy.typing import NDArray
 
-from cupaged.batch import Batch, Bucket, Count, Flag, buffer_size, view
+from cupaged.batch import Batch, BatchArrays, Bucket, Count, Flag, buffer_size, view
 from cupaged.scheduler.scheduler_config import SchedulerConfig
 from cupaged.trace.plan_decoder import PlanDecoder, describe_difference, plan_of
-from cupaged.trace.plan_encoder import PlanEncoder
-from cupaged.trace.plan_state import create_plan_state
+from cupaged.trace.plan_encoder import PlanEncoder, encode
+from cupaged.trace.plan_state import PlanState, create_plan_state
 from cupaged.trace.varint import decode_ints
 
 NUM_ROWS, MAX_BLOCKS, BLOCK_SIZE = 5, 7, 4
@@ -95,6 +96,30 @@ def steady_step(length: int) -> Batch:
     last = arrays.block_tables[:NUM_ROWS, width - 1]
     arrays.slot_mapping[:NUM_ROWS] = last * BLOCK_SIZE + (length - 1) % BLOCK_SIZE
     return Batch(words, bucket, np.zeros(NUM_ROWS, np.int64), arrays=arrays)
+
+
+def encode_within(state: PlanState, a: BatchArrays, out: NDArray[np.uint8]) -> int:
+    """Do what `encode` does, but fail where it, compiled, would write behind the end of `out`."""
+    roomy = np.empty(2**20, np.uint8)
+    size = encode(state, a, roomy)
+    assert size <= out.size, f"{size} bytes do not fit into {out.size}"
+    out[:size] = roomy[:size]
+    return size
+
+
+def test_a_step_that_swaps_far_more_than_it_computes_has_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("cupaged.trace.plan_encoder.encode", encode_within)
+    steady, num_pairs = steady_step(6), 3000
+    pairs = np.random.default_rng(0).integers(WORDS.min, WORDS.max, 2 * 2 * num_pairs, np.int32)
+    words = np.concatenate([steady.buffer, pairs])
+    arrays = view(words, steady.bucket)
+    arrays.counts[Count.NUM_SWAP_OUT] = arrays.counts[Count.NUM_SWAP_IN] = num_pairs
+    batch = Batch(words, steady.bucket, steady.serials, arrays=arrays)
+
+    record = PlanEncoder(create_plan_state(CONFIG)).encode(batch)
+
+    plan = PlanDecoder(create_plan_state(CONFIG)).decode(decode_ints(record))
+    assert describe_difference(plan_of(batch), plan) == ""
 
 
 def test_a_step_of_decodes_takes_a_byte_for_each_count_and_no_more_for_its_sequences() -> None:

@@ -79,8 +79,12 @@ def test_nothing_can_be_read_of_texts(tmp_path: Path) -> None:
         assert b"secret" not in head
         assert b"tenant" not in head
         assert not pieces or pieces != other.partition(b"\n")[2]
-    salts = {tuple(r.fields["salts"][0]) for r in traces[0].requests.values() if r.fields["salts"]}
-    assert len(salts) == 1
+    salts = [
+        {tuple(r.fields["salts"][0]) for r in trace.requests.values() if r.fields["salts"]}
+        for trace in traces
+    ]
+    assert [len(names) for names in salts] == [1, 1]
+    assert salts[0] != salts[1]
 
 
 def test_with_text_the_token_ids_are_there(tmp_path: Path) -> None:

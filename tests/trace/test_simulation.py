@@ -121,6 +121,21 @@ def test_time_is_the_sum_of_the_steps_and_waiting(segment: Segment) -> None:
     assert max(outcome.queue_seconds) > 5e-3
 
 
+def test_a_request_has_one_first_token_however_many_its_sequences(segment: Segment) -> None:
+    answered = {a: r for a, r in segment.requests.items() if all(output.length for output in r.outputs)}
+    assert any(r.fields["num_sequences"] > 1 and not r.fields["is_beam"] for r in answered.values())
+
+    outcome = run(replace(segment, requests=answered))
+
+    assert len(outcome.first_token_seconds) == len(outcome.queue_seconds) == len(answered) > 20
+
+
+def test_tokens_are_stored_in_the_slots_of_blocks_in_use(segment: Segment) -> None:
+    outcome = run(segment)
+
+    assert 0.5 * outcome.mean_used < outcome.mean_stored <= outcome.mean_used <= 1
+
+
 def test_a_swap_takes_the_links_time(segment: Segment) -> None:
     fast = run(segment, preemption_mode="swap", num_host_blocks=100, swap_bandwidth=1e12)
     slow = run(segment, preemption_mode="swap", num_host_blocks=100, swap_bandwidth=1e5)

@@ -1,10 +1,14 @@
 """A step's time is explained by what the step has, and never by less than nothing."""
 
+from types import SimpleNamespace
+from typing import Any
+
 import numpy as np
 import pytest
 
 from cupaged.trace.step_model import StepModel, fit, least_squares
 from cupaged.trace.workload import Step
+from tests.trace.runs import small_config
 
 
 def steps(model: StepModel, number: int = 50, noise: float = 0.0) -> list[Step]:
@@ -57,6 +61,15 @@ def test_steps_that_swapped_are_left_out_and_too_few_are_refused() -> None:
 
     with pytest.raises(ValueError, match=r"0 steps to fit .* at least 2 are needed; give --step-ms"):
         fit(made)
+
+
+@pytest.mark.parametrize(("num_out", "num_in"), [(3, 0), (0, 3), (1, 2)])
+def test_a_block_takes_the_links_time_out_as_in(num_out: int, num_in: int) -> None:
+    config = small_config(block_bytes=1000, swap_bandwidth=1e6)
+    swaps = {"swap_out": np.zeros((num_out, 2)), "swap_in": np.zeros((num_in, 2))}
+    batch: Any = SimpleNamespace(seq_lens=np.array([5]), num_tokens=1, **swaps)
+
+    assert StepModel(1.0, 0.0, 0.0).seconds(batch, config) == pytest.approx(1.003)
 
 
 def test_it_is_shown_in_units_that_fit() -> None:

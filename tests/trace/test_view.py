@@ -29,11 +29,13 @@ from cupaged.trace.pool_history import (
     USED,
     read_history,
 )
-from cupaged.trace.records import Kind, read_records
+from cupaged.trace.recorder import TraceRecorder
+from cupaged.trace.records import Kind, TraceFile, read_records
 from cupaged.trace.replay import replay
 from cupaged.trace.view import write_page
 from cupaged.trace.workload import Segment, read_segments
-from tests.trace.runs import record, small_config
+from tests.scheduler.groups import make_group
+from tests.trace.runs import Run, record, small_config
 
 NAME = "run </script> & co"
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
@@ -116,6 +118,21 @@ def test_events_are_the_batches_moves_and_what_the_scheduler_counted(segment: Se
         counted[SWAPPED_OUT] == 2 * last.scheduler.counters[Counter.SWAPPED_OUT_BLOCKS] > 0
     )  # on the device and on the host
     assert len(history.steps) == len(segment.steps)
+
+
+def test_a_block_of_which_a_part_is_found_is_a_hit(tmp_path: Path) -> None:
+    trace = TraceFile(tmp_path / "a.trace", with_text=False)
+    run = Run(TraceRecorder(small_config(), None, trace), seed=0, ends_every=1000)
+    for _ in range(2):  # the second finds 7 of 8 tokens, in 2 blocks of 4: the last is always computed
+        run.add(make_group(8, 2))
+        while run.scheduler.has_unfinished():
+            run.step()
+    trace.close()
+    (segment,) = read_segments(read_records(trace.path))
+
+    history = read_history(segment)
+
+    assert np.count_nonzero(history.events >> 28 == HIT) == 2
 
 
 def test_a_long_run_is_shown_in_fewer_frames_and_ends_the_same(segment: Segment) -> None:
