@@ -142,8 +142,8 @@ FAULTS = (
     Fault(
         "enter.py",
         "a prompt of which all is cached writes its last token",
-        "    rows.at[row].num_stored_tokens = num_found * size\n",
-        "    rows.at[row].num_stored_tokens = 0\n",
+        "    rows.at[row].num_shared_tokens = num_found * size\n",
+        "    rows.at[row].num_shared_tokens = 0\n",
     ),
     Fault(
         "enter.py",
@@ -160,8 +160,8 @@ FAULTS = (
     Fault(
         "progress.py",
         "a fork writes the prompt's last token into a shared block",
-        "    rows.at[target].num_stored_tokens = prompt\n",
-        "    rows.at[target].num_stored_tokens = 0\n",
+        "    rows.at[target].num_shared_tokens = prompt\n",
+        "    rows.at[target].num_shared_tokens = 0\n",
     ),
     Fault(
         "progress.py",
@@ -262,8 +262,32 @@ FAULTS = (
     Fault(
         "preemption.py",
         "who must give up its row for a more important group is swapped out with it",
-        "costs = Costs(inf, 1.0) if lacks_rows else self.costs",
+        "costs = _RECOMPUTE if lacks_rows else self.costs",
         "costs = self.costs",
+    ),
+    Fault(
+        "preemption.py",
+        "blocks that a victim shares with the newcomer count as free with the victim",
+        "            lower, fit = self._lower_rows(head), measure(head)",
+        "            lower = self._lower_rows(head)",
+    ),
+    Fault(
+        "scheduler.py",
+        "a turn goes to a group that gave up its own in the same step",
+        "            if group in self._preemption.preempted:",
+        "            if group is None:",
+    ),
+    Fault(
+        "progress.py",
+        "a sibling registers its prompt anew, though it has left the window",
+        "    if registered == NEVER or registered * blocks.block_size <= prompt:",
+        "    if registered == NEVER:",
+    ),
+    Fault(
+        "allocator.py",
+        "beams share blocks that nobody has written yet",
+        "        held[i] = min(blocks.held[rows[i]].num_blocks, blocks_for(blocks, num_written[i]))\n",
+        "        held[i] = blocks.held[rows[i]].num_blocks\n",
     ),
     Fault(
         "preemption.py",

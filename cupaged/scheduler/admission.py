@@ -80,7 +80,8 @@ class Admission:
         else:
             rows = table.load(group, self._salts.number(group.cache_salts))
             start_prompt(table.rows, pools.device, int(rows[0]), fit.found, fit.first)
-            if group.status is SequenceStatus.WAITING and group.params.prompt_logprobs is None:
+            looks_up = self._config.enable_prefix_caching and group.params.prompt_logprobs is None
+            if group.status is SequenceStatus.WAITING and looks_up:
                 group.num_cached_tokens = len(group.prompt_token_ids) - fit.num_tokens
                 self._counters[Counter.PREFIX_QUERIED_TOKENS] += len(group.prompt_token_ids)
                 self._counters[Counter.PREFIX_HIT_TOKENS] += group.num_cached_tokens

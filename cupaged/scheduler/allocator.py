@@ -88,6 +88,12 @@ def create_host_blocks(total: int, block_size: int, *, table_shape: tuple[int, i
 
 
 @njit_inner
+def blocks_for(blocks: Blocks, num_tokens: int) -> int:
+    """Return how many blocks `num_tokens` tokens take."""
+    return int((num_tokens + blocks.block_size - 1) // blocks.block_size)
+
+
+@njit_inner
 def num_available(blocks: Blocks) -> int:
     """Return how many blocks can be taken."""
     return int(blocks.num[0].free + blocks.num[0].evictable)
@@ -286,13 +292,19 @@ def free_evictable(blocks: Blocks) -> None:
 
 
 @njit
-def reorder_tables(blocks: Blocks, rows: NDArray[np.int32], parents: NDArray[np.int32]) -> None:
-    """Let rows[i] hold what rows[parents[i]] held, and rows behind the parents nothing."""
+def reorder_tables(
+    blocks: Blocks, rows: NDArray[np.int32], parents: NDArray[np.int32], num_written: NDArray[np.int32]
+) -> None:
+    """Let rows[i] hold what rows[parents[i]] held, and rows behind the parents nothing.
+
+    num_written[i] are the tokens of rows[i] in its blocks; blocks behind them are shared with nobody.
+    """
     tables, at = blocks.block_tables, blocks.at
     first, held = np.empty(rows.size, np.int32), np.empty(rows.size, np.int32)
     widest = 0
     for i in range(rows.size):
-        first[i], held[i] = blocks.held[rows[i]].first_block, blocks.held[rows[i]].num_blocks
+        first[i] = blocks.held[rows[i]].first_block
+        held[i] = min(blocks.held[rows[i]].num_blocks, blocks_for(blocks, num_written[i]))
         widest = max(widest, held[i])
     old = np.empty((rows.size, widest), np.int32)
     for i in range(rows.size):

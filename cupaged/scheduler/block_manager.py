@@ -15,7 +15,7 @@ from cupaged.scheduler.allocator import (
     create_host_blocks,
     free_evictable,
 )
-from cupaged.scheduler.plan import Pools, create_moves
+from cupaged.scheduler.pools import Pools, create_moves
 from cupaged.scheduler.prefix_cache import EMPTY, NO_ENTRY, create_prefix_cache
 from cupaged.scheduler.scheduler_config import SchedulerConfig
 

@@ -7,6 +7,7 @@ from cupaged.jit import njit
 from cupaged.scheduler.allocator import (
     HOLE,
     Blocks,
+    blocks_for,
     count_blocks,
     count_released,
     grow_table,
@@ -14,7 +15,8 @@ from cupaged.scheduler.allocator import (
     move_tables,
     num_available,
 )
-from cupaged.scheduler.plan import SWAP_IN, Pools, count_wanted, find_remaining, take_blocks
+from cupaged.scheduler.plan import count_wanted, find_remaining, take_blocks
+from cupaged.scheduler.pools import SWAP_IN, Pools
 from cupaged.scheduler.progress import count_recomputed
 from cupaged.scheduler.state import Rows
 
@@ -34,7 +36,7 @@ def measure_prompt(
     first = 0
     if sliding_window > 0:
         first = max(0, min(computed, first_fork) - sliding_window + 1) // size
-    taken = (num_tokens + size - 1) // size - found.size
+    taken = blocks_for(blocks, num_tokens) - found.size
     for i in range(first, found.size):
         taken += blocks.at[found[i]].ref_count == 0
     return int(num_tokens - computed), int(taken), int(first)
@@ -50,7 +52,7 @@ def start_prompt(rows: Rows, blocks: Blocks, row: int, found: NDArray[np.int32],
         hold_block(blocks, found[i])
         blocks.block_tables[row, i] = found[i]
     blocks.held[row].first_block, blocks.held[row].num_blocks = first, num_found
-    rows.at[row].num_stored_tokens = num_found * size
+    rows.at[row].num_shared_tokens = num_found * size
     rows.at[row].num_computed_tokens = min(num_found * size, num_tokens - 1)
     if num_found > 0:
         last = found[num_found - 1]
@@ -58,7 +60,7 @@ def start_prompt(rows: Rows, blocks: Blocks, row: int, found: NDArray[np.int32],
         rows.at[row].chain_hash = blocks.cache.at[last].hash
         rows.at[row].chain_serial = blocks.cache.at[last].serial
     count_recomputed(rows, blocks, row)
-    grow_table(blocks, row, (num_tokens + size - 1) // size)
+    grow_table(blocks, row, blocks_for(blocks, num_tokens))
 
 
 @njit

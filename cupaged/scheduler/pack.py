@@ -8,7 +8,7 @@ from numpy.typing import NDArray
 from cupaged.batch import BatchArrays, Bucket, Count, Flag, buffer_size, view
 from cupaged.jit import njit, njit_inner
 from cupaged.scheduler.allocator import Blocks
-from cupaged.scheduler.plan import COPY, SWAP_IN, SWAP_OUT, Moves
+from cupaged.scheduler.pools import COPY, SWAP_IN, SWAP_OUT, Moves
 from cupaged.scheduler.state import Rows, SamplingRows
 
 SAMPLES = int(Flag.SAMPLES)
@@ -124,18 +124,18 @@ def pack_flags(rows: Rows, sampling: SamplingRows, out: BatchArrays, order: NDAr
 def pack_tokens(rows: Rows, blocks: Blocks, out: BatchArrays, order: NDArray[np.int32]) -> None:
     """Write input ids, positions and slots; what is in shared blocks already has none."""
     tokens, num_tokens, computed = rows.tokens, rows.at.num_tokens, rows.at.num_computed_tokens
-    num_stored = rows.at.num_stored_tokens
+    num_shared = rows.at.num_shared_tokens
     tables, block_size, start = blocks.block_tables, blocks.block_size, out.query_start
     input_ids, positions, slot_mapping = out.input_ids, out.positions, out.slot_mapping
     for i in range(order.size):
         row = order[i]
-        first, known, stored = computed[row], num_tokens[row], num_stored[row]
+        first, known, shared = computed[row], num_tokens[row], num_shared[row]
         for t in range(start[i], start[i + 1]):
             p = first + t - start[i]
             input_ids[t] = tokens[row, p] if p < known else 0
             positions[t] = p
             slot = tables[row, p // block_size] * block_size + p % block_size
-            slot_mapping[t] = slot if p >= stored else -1
+            slot_mapping[t] = slot if p >= shared else -1
 
 
 @njit_inner

@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from cupaged.jit import njit, njit_inner
 from cupaged.scheduler.allocator import (
     Blocks,
+    blocks_for,
     copy_on_write,
     count_blocks,
     forget_content,
@@ -22,34 +23,17 @@ from cupaged.scheduler.allocator import (
     num_available,
 )
 from cupaged.scheduler.counters import Counter
+from cupaged.scheduler.pools import COPY, SWAP_OUT, Pools
 from cupaged.scheduler.prefix_cache import NO_ENTRY
 from cupaged.scheduler.state import Rows
 
 PREEMPTIONS = int(Counter.PREEMPTIONS)
-SWAP_OUT, SWAP_IN, COPY = 0, 1, 2  # in Moves.num
-
-
-class Moves(NamedTuple):
-    """What the step being planned does with whole blocks before its forward: pairs (from, to)."""
-
-    swap_out: NDArray[np.int32]  # [num_host_blocks, 2], valid below num[SWAP_OUT]
-    swap_in: NDArray[np.int32]  # [num_host_blocks, 2], likewise
-    copy: NDArray[np.int32]  # [num_rows, 2]
-    num: NDArray[np.int64]  # [3]
-
-
-class Pools(NamedTuple):
-    """Where blocks lie, and what moves between there."""
-
-    device: Blocks
-    host: Blocks
-    moves: Moves
 
 
 class Costs(NamedTuple):
-    """What preempting costs, in seconds; infinite = never that way, if there is another."""
+    """What preempting costs, in seconds."""
 
-    swap: float  # a block, out and in again
+    swap: float  # a block, out and in again; infinite = never
     recompute: float  # a token
 
 
@@ -58,16 +42,6 @@ class Head(NamedTuple):
 
     num_tokens: int  # that it would compute if it entered now; 0 if it cannot
     priority: int
-
-
-def create_moves(num_rows: int, num_host_blocks: int) -> Moves:
-    """Return room for all that can move in one step."""
-    return Moves(
-        np.zeros((num_host_blocks, 2), np.int32),
-        np.zeros((num_host_blocks, 2), np.int32),
-        np.zeros((num_rows, 2), np.int32),
-        np.zeros(3, np.int64),
-    )
 
 
 @njit_inner
@@ -127,7 +101,7 @@ def take_turns(rows: Rows, turns: NDArray[np.int64], budget: int, num_head: int)
 def first_write(rows: Rows, blocks: Blocks, row: int) -> int:
     """Return the index of the block that the row's planned tokens write first, -1 if they write none."""
     at = rows.at[row]
-    first = max(at.num_computed_tokens, at.num_stored_tokens)
+    first = max(at.num_computed_tokens, at.num_shared_tokens)
     if first >= at.num_computed_tokens + at.num_new:
         return -1
     return int(first // blocks.block_size)
@@ -137,15 +111,16 @@ def first_write(rows: Rows, blocks: Blocks, row: int) -> int:
 def count_wanted(rows: Rows, blocks: Blocks, group: NDArray[np.int32]) -> int:
     """Return how many blocks a group's planned tokens need beside those it has.
 
-    Who writes to a shared block copies it first; the last one that holds it does not.
+    Who writes to a shared block copies it first; the last one that holds it does not. Only the first block
+    that a row writes can be shared: those behind it hold nothing yet.
     """
-    size, tables, held = blocks.block_size, blocks.block_tables, blocks.held
+    tables, held = blocks.block_tables, blocks.held
     wanted = 0
     for row in group:
         index = first_write(rows, blocks, row)
         if index >= 0:
             end = rows.at[row].num_computed_tokens + rows.at[row].num_new
-            wanted += max(0, (end + size - 1) // size - held[row].num_blocks)
+            wanted += max(0, blocks_for(blocks, end) - held[row].num_blocks)
             if index < held[row].num_blocks:
                 block = blocks.at[tables[row, index]]
                 block.moved = max(block.moved, 0) + 1
@@ -170,7 +145,7 @@ def take_blocks(rows: Rows, pools: Pools, row: int) -> None:
     else:
         forget_content(blocks, row, index)
     end = rows.at[row].num_computed_tokens + rows.at[row].num_new
-    grow_table(blocks, row, (end + blocks.block_size - 1) // blocks.block_size)
+    grow_table(blocks, row, blocks_for(blocks, end))
 
 
 @njit_inner
@@ -236,7 +211,7 @@ def next_to_grow(rows: Rows, blocks: Blocks, first: int) -> int:
     tables, held, of_block, entries = blocks.block_tables, blocks.held, blocks.at, blocks.cache.at
     for i in range(first, rows.num_running[0]):
         row = running[i]
-        computed, stored = at[row].num_computed_tokens, at[row].num_stored_tokens
+        computed, stored = at[row].num_computed_tokens, at[row].num_shared_tokens
         end = computed + at[row].num_new
         if at[row].num_new == 0 or end <= stored:
             continue

@@ -1,5 +1,6 @@
 """Preemption: who gives up blocks, rows and its place among those that run, and how."""
 
+from collections.abc import Callable
 from math import inf
 
 import numpy as np
@@ -15,6 +16,8 @@ from cupaged.scheduler.row_table import RowTable
 from cupaged.scheduler.scheduler_config import SchedulerConfig
 from cupaged.sequence import SequenceGroup, SequenceStatus
 
+_RECOMPUTE = Costs(swap=inf, recompute=1.0)
+
 
 class Preemption:
     """Takes groups out of `running`, from its end, and queues them."""
@@ -27,13 +30,13 @@ class Preemption:
         self.preempted: list[SequenceGroup] = []  # in the step being planned
         self._table, self._manager, self._queue = table, manager, queue
 
-    def make_way(self, head: SequenceGroup, fit: Fit) -> None:
-        """Make room for the head of the queue, which needs `fit`, at the cost of groups of lower priority.
+    def make_way(self, head: SequenceGroup, measure: Callable[[SequenceGroup], Fit]) -> None:
+        """Make room for what the head of the queue needs, at the cost of groups of lower priority.
 
         They are preempted from the end, if that makes enough room at all. Where rows are lacking, swapped
         groups behind the head give theirs up.
         """
-        table, manager, lower = self._table, self._manager, self._lower_rows(head)
+        table, manager, lower, fit = self._table, self._manager, self._lower_rows(head), measure(head)
         behind = [group for group in self._queue if group is not head]
         swapped = [group for group in behind if group.status is SequenceStatus.SWAPPED]
         num_rows = len(table.free) + lower.size + sum(len(group.unfinished) for group in swapped)
@@ -46,9 +49,9 @@ class Preemption:
             kept = manager.watermark + table.num_running  # those that run may each take one in this step
             if not lacks_rows and fit.num_blocks + kept <= manager.num_free:
                 return
-            costs = Costs(inf, 1.0) if lacks_rows else self.costs  # who is swapped keeps its rows
+            costs = _RECOMPUTE if lacks_rows else self.costs  # who is swapped keeps its rows
             self.requeue([preempt_last(table.rows, manager.pools, costs)])
-            lower = self._lower_rows(head)
+            lower, fit = self._lower_rows(head), measure(head)  # which may have found blocks with the victim
         while fit.num_rows > len(table.free):
             self.restart(swapped.pop())
 
@@ -94,7 +97,7 @@ class Preemption:
 def _costs(config: SchedulerConfig) -> Costs:
     """Return what preempting costs by the configuration's mode and model."""
     if config.preemption_mode == "recompute":
-        return Costs(swap=inf, recompute=1.0)
+        return _RECOMPUTE
     if config.preemption_mode == "swap":
         return Costs(swap=0.0, recompute=1.0)
     seconds = 2 * config.block_bytes / config.swap_bandwidth

@@ -43,7 +43,7 @@ class PrefixCache(NamedTuple):
     hash_mask: np.uint64  # bits of the hash that count; 0 makes all hashes equal
 
 
-def create_prefix_cache(total: int, block_size: int, *, enabled: bool, hash_bits: int = 64) -> PrefixCache:
+def create_prefix_cache(total: int, block_size: int, *, enabled: bool) -> PrefixCache:
     """Return a cache without entries for `total` blocks."""
     if not enabled:
         total = 0
@@ -52,7 +52,7 @@ def create_prefix_cache(total: int, block_size: int, *, enabled: bool, hash_bits
         at=np.zeros(total, ENTRY).view(np.recarray),
         tokens=np.zeros((total, block_size), np.int32),
         last_serial=np.zeros(1, np.int64),
-        hash_mask=np.uint64((1 << hash_bits) - 1),
+        hash_mask=np.uint64(2**64 - 1),
     )
 
 

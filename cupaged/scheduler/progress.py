@@ -7,9 +7,17 @@ from numpy.typing import NDArray
 
 from cupaged.batch import Flag
 from cupaged.jit import njit, njit_inner
-from cupaged.scheduler.allocator import HOLE, Blocks, free_before, free_table, reorder_tables, share_table
+from cupaged.scheduler.allocator import (
+    HOLE,
+    Blocks,
+    blocks_for,
+    free_before,
+    free_table,
+    reorder_tables,
+    share_table,
+)
 from cupaged.scheduler.counters import Counter
-from cupaged.scheduler.plan import Pools
+from cupaged.scheduler.pools import Pools
 from cupaged.scheduler.prefix_cache import chain_hash, register_block
 from cupaged.scheduler.state import NEVER, NO_SERIAL, Rows
 from cupaged.sequence import NOT_FINISHED, FinishReason
@@ -36,10 +44,15 @@ def fork(rows: Rows, blocks: Blocks, source: int, target: int) -> None:
     If the prompt is all that it knows, it computes the last token again, for a sample of its own.
     """
     prompt = rows.at[target].num_prompt_tokens
-    share_table(blocks, source, target, (prompt + blocks.block_size - 1) // blocks.block_size)
-    rows.at[target].num_stored_tokens = prompt
+    share_table(blocks, source, target, blocks_for(blocks, prompt))
+    rows.at[target].num_shared_tokens = prompt
     rows.at[target].num_computed_tokens = min(prompt, rows.at[target].num_tokens - 1)
     rows.at[target].is_pending = False
+    registered = rows.at[source].num_registered
+    if registered == NEVER or registered * blocks.block_size <= prompt:  # with blocks that both hold
+        rows.at[target].num_registered = registered
+        rows.at[target].chain_hash = rows.at[source].chain_hash
+        rows.at[target].chain_serial = rows.at[source].chain_serial
     count_recomputed(rows, blocks, target)
     blocks.counters[FORKS] += 1
 
@@ -203,11 +216,13 @@ def reorder_beams(
         rows.at[row].serial = serial
         longest = max(longest, rows.at[row].num_tokens)
     old, tokens = rows.at[beams], np.empty((beams.size, longest), np.int32)
+    num_written = np.empty(beams.size, np.int32)
     for i in range(beams.size):
+        num_written[i] = max(old[i].num_computed_tokens, old[i].num_shared_tokens)
         for j in range(old[i].num_tokens):
             tokens[i, j] = rows.tokens[beams[i], j]
-    reorder_tables(pools.device, beams, parents)
-    reorder_tables(pools.host, beams, parents)
+    reorder_tables(pools.device, beams, parents, num_written)
+    reorder_tables(pools.host, beams, parents, num_written)
     for i in range(parents.size):
         row, known = beams[i], old[parents[i]].num_tokens
         rows.at[row] = old[parents[i]]

@@ -19,7 +19,8 @@ from cupaged.scheduler.counters import Counter, create_counters
 from cupaged.scheduler.group_queue import GroupQueue
 from cupaged.scheduler.invariants import check_groups, check_rows
 from cupaged.scheduler.pack import BatchBuffer, Packed, measure, pack_batch
-from cupaged.scheduler.plan import SWAP_IN, SWAP_OUT, Head, plan_running
+from cupaged.scheduler.plan import Head, plan_running
+from cupaged.scheduler.pools import SWAP_IN, SWAP_OUT
 from cupaged.scheduler.preemption import Preemption
 from cupaged.scheduler.progress import StepRows, advance, apply_output, release_rows, reorder_beams
 from cupaged.scheduler.row_table import RowTable
@@ -178,13 +179,7 @@ class Scheduler:
         """
         assert group.is_beam, f"{group.request_id} is no beam search"
         assert 0 < len(parents) == len(token_ids) <= group.num_sequences, f"{parents} and {token_ids}"
-        if group.sequences[0].row < 0:
-            known = [seq.token_ids for seq in group.sequences]
-            for seq, parent, token_id in zip(group.sequences, parents, token_ids, strict=False):
-                seq.token_ids = np.append(known[parent], np.int32(token_id))
-            for seq in group.sequences[len(parents) :]:
-                seq.token_ids = known[0][:0]
-            return
+        assert group.sequences[0].row >= 0, "beams are chosen when the last one has reported, from its row"
         table, choices = self._table, np.array((parents, token_ids), np.int32)
         beams, serial = table.of_group(group), table.new_serial()
         reorder_beams(table.rows, self.block_manager.pools, beams, choices, serial)
@@ -247,7 +242,7 @@ class Scheduler:
         if head is not None and self.config.policy == "priority":
             fit = self._admission.fit(head)
             if fit.num_tokens > 0 and not self._admission.can_enter(fit):
-                self._preemption.make_way(head, fit)
+                self._preemption.make_way(head, self._admission.fit)
 
     def _plan_running(self) -> int:
         """Plan the running rows, queue the groups preempted for it; return the tokens planned."""
@@ -255,6 +250,8 @@ class Scheduler:
             head = _NO_HEAD
             group = self._queue.head()
             is_scarce = self.num_running >= self._budget
+            if group in self._preemption.preempted:  # it enters in no step that it was preempted in
+                group = None
             if group is not None and (is_scarce or self.config.policy == "priority"):
                 head = Head(self._admission.admissible_tokens(group), group.priority)
             limits = (self._budget, head, self._preemption.costs, len(self._in_flight) > 0)
@@ -281,7 +278,7 @@ class Scheduler:
             if group is None or group in self._preemption.preempted:
                 break
             if group.status is not SequenceStatus.SWAPPED and len(group.unfinished) > len(self._table.free):
-                break
+                break  # before a look-up in the prefix cache, in every step in which rows are lacking
             fit = self._admission.fit(group)
             if not self._admission.can_enter(fit):
                 break

@@ -23,7 +23,7 @@ ROW = np.dtype(
         ("num_prompt_tokens", np.int32),
         ("num_in_flight", np.int32),  # 0 or 1 when a step is planned, up to the steps in flight after it
         ("num_computed_tokens", np.int32),
-        ("num_stored_tokens", np.int32),  # those below are in shared blocks: perhaps computed, never written
+        ("num_shared_tokens", np.int32),  # those below are in shared blocks: perhaps computed, never written
         ("num_lost_tokens", np.int32),  # computed before the group was preempted, until it has resumed
         ("num_new", np.int32),  # tokens that the step being planned computes
         ("max_total_tokens", np.int32),

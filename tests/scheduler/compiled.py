@@ -61,8 +61,10 @@ def free_before(blocks: Blocks, row: int, index: int) -> None:
 
 
 @njit
-def reorder(blocks: Blocks, rows: NDArray[np.int32], parents: NDArray[np.int32]) -> None:
-    allocator.reorder_tables(blocks, rows, parents)
+def reorder(
+    blocks: Blocks, rows: NDArray[np.int32], parents: NDArray[np.int32], num_written: NDArray[np.int32]
+) -> None:
+    allocator.reorder_tables(blocks, rows, parents, num_written)
 
 
 @njit

@@ -13,7 +13,8 @@ NONE = np.empty(0, np.int32)
 
 
 def make_blocks(total: int = 10, hash_bits: int = 64) -> Blocks:
-    cache = create_prefix_cache(total, 4, enabled=True, hash_bits=hash_bits)
+    cache = create_prefix_cache(total, 4, enabled=True)
+    cache = cache._replace(hash_mask=np.uint64((1 << hash_bits) - 1))
     return create_blocks(total, 4, table_shape=(4, 6), cache=cache, counters=create_counters())
 
 
@@ -168,8 +169,23 @@ def test_beams_take_the_tables_of_their_parents() -> None:
     for row in range(3):
         compiled.grow(blocks, row, row + 1)
     before = [table(blocks, row) for row in range(3)]
+    written = np.array([4, 8, 12], np.int32)
 
-    compiled.reorder(blocks, np.array([0, 1, 2], np.int32), np.array([2, 1], np.int32))
+    compiled.reorder(blocks, np.array([0, 1, 2], np.int32), np.array([2, 1], np.int32), written)
 
     assert [table(blocks, row) for row in range(3)] == [before[2], before[1], []]
     assert blocks.num.free[0] == 5
+
+
+def test_beams_do_not_share_blocks_that_nobody_has_written() -> None:
+    blocks = make_blocks()
+    for row in range(2):
+        compiled.grow(blocks, row, 3)
+    before = table(blocks, 1)
+
+    compiled.reorder(
+        blocks, np.array([0, 1], np.int32), np.array([1, 1], np.int32), np.array([12, 5], np.int32)
+    )
+
+    assert table(blocks, 0) == table(blocks, 1) == before[:2]
+    assert blocks.num.free[0] == 8

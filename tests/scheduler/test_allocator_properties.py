@@ -163,7 +163,9 @@ class BlocksMachine(RuleBasedStateMachine):
         choices = st.lists(st.integers(0, len(rows) - 1), min_size=1, max_size=len(rows))
         parents = data.draw(choices)
         self.device.reorder(rows, parents)
-        compiled.reorder(self.manager.blocks, np.array(rows, np.int32), np.array(parents, np.int32))
+        num_written = np.full(len(rows), MAX_BLOCKS * self.manager.block_size, np.int32)
+        ids = (np.array(rows, np.int32), np.array(parents, np.int32))
+        compiled.reorder(self.manager.blocks, *ids, num_written)
         chosen = [self.tokens[rows[parent]] for parent in parents]
         salts = [self.salts[rows[parent]] for parent in parents]
         for row in rows:

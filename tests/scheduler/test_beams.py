@@ -127,12 +127,33 @@ def test_beams_in_flight_are_continued_though_the_group_is_swapped_out() -> None
     assert_clean(harness)
 
 
-@pytest.mark.parametrize("mode", ["recompute", "swap"])
-def test_beams_are_continued_while_the_group_is_away(mode: str) -> None:
+def test_children_of_a_beam_that_is_still_recomputed_write_to_blocks_of_their_own() -> None:
+    harness = start(
+        block_size=1,
+        num_blocks=59,
+        max_num_seqs=11,
+        max_num_batched_tokens=2,
+        max_model_len=24,
+        preemption_mode="recompute",
+    )
+    prompts = [([0], 18), ([1] * 2, 20), ([2] * 4, 15), ([3] * 3, 10), ([4], 13)]
+    groups = [make_group(*prompt) for prompt in prompts]
+    groups.append(beams([50] * 2, 20, n=2))
+    for group, num_steps in zip(groups, (2, 2, 1, 0, 0, 0), strict=True):
+        harness.add(group)
+        for _ in range(num_steps):
+            harness.step()
+
+    harness.run()  # which asserts that no step writes to a shared block
+
+    assert groups[-1].num_preemptions > 0
+    assert_clean(harness)
+
+
+def test_beams_are_continued_while_the_group_is_swapped_out() -> None:
     other, group = make_group([9] * 8, 8), beams([1] * 8, 8, n=2)
-    harness = start(other, group, num_blocks=6, max_model_len=16, preemption_mode=mode, num_host_blocks=6)
-    away = SequenceStatus.SWAPPED if mode == "swap" else SequenceStatus.PREEMPTED
-    until(harness, group, away)
+    harness = start(other, group, num_blocks=6, max_model_len=16, preemption_mode="swap", num_host_blocks=6)
+    until(harness, group, SequenceStatus.SWAPPED)
 
     harness.continue_beams(group)
     harness.continue_beams(group)

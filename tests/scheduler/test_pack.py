@@ -7,7 +7,7 @@ from cupaged.batch import Batch, Bucket, Flag, bucket_for
 from cupaged.sampling_params import SamplingParams
 from cupaged.scheduler.counters import Counter as Event
 from cupaged.scheduler.pack import BatchBuffer, measure
-from cupaged.scheduler.plan import SWAP_IN, SWAP_OUT
+from cupaged.scheduler.pools import SWAP_IN, SWAP_OUT
 from tests.scheduler.groups import make_group, make_scheduler
 from tests.scheduler.harness import Harness, count, start
 

@@ -6,7 +6,7 @@ import pytest
 
 from cupaged.scheduler.counters import Counter as Event
 from cupaged.sequence import SequenceStatus
-from tests.scheduler.groups import make_group
+from tests.scheduler.groups import GREEDY, make_group
 from tests.scheduler.harness import assert_all_as_expected, count, preempting, start
 
 
@@ -113,6 +113,22 @@ class TestPreemption:
 
     def test_preempted_sequence_resumes_with_same_tokens(self) -> None:
         harness, groups = preempting()
+
+        harness.run()
+
+        assert count(harness, Event.PREEMPTIONS) > 0
+        assert_all_as_expected(harness, groups)
+
+    def test_turn_of_a_group_that_preempts_itself_goes_to_the_others(self) -> None:
+        groups = [make_group(1, 7, params=GREEDY) for _ in range(2)]  # equal: each finds the other's blocks
+        harness = start(
+            *groups,
+            num_blocks=9,
+            block_size=1,
+            max_model_len=8,
+            max_num_batched_tokens=1,
+            enable_prefix_caching=True,
+        )
 
         harness.run()
 

@@ -81,6 +81,32 @@ class TestPriority:
         assert_all_as_expected(harness, [*low, high])
 
     @pytest.mark.parametrize("mode", ["recompute", "swap"])
+    def test_blocks_that_a_victim_and_the_newcomer_share_are_not_free_with_the_victim(
+        self, mode: str
+    ) -> None:
+        shared = list(range(12))
+        low = [ranked(5, [70] * 9, 6), ranked(5, [*shared, 50, 51], 6)]
+        harness = start(
+            *low,
+            num_blocks=8,
+            max_model_len=32,
+            enable_prefix_caching=True,
+            preemption_mode=mode,
+            num_host_blocks=8,
+            **PRIORITY,
+        )
+        harness.step()
+        high = ranked(1, [*shared, *[90] * 5], 3)
+        harness.add(high)
+
+        harness.step()
+
+        assert high in harness.steps[-1]
+        assert [group.num_preemptions for group in low] == [1, 1]
+        harness.run()
+        assert_all_as_expected(harness, [*low, high])
+
+    @pytest.mark.parametrize("mode", ["recompute", "swap"])
     def test_who_gave_way_does_not_return_in_the_same_step(self, mode: str) -> None:
         low = [ranked(5, [i] * 5, 3) for i in range(3)]  # 2 blocks each
         harness = start(

@@ -118,6 +118,7 @@ class TestHits:
 
         assert again.num_cached_tokens == 0
         assert not harness.cached_blocks()
+        assert count(harness, Event.PREFIX_QUERIED_TOKENS) == 0
 
     def test_queried_and_hit_tokens_are_counted(self) -> None:
         harness = caching(make_group([*A, *B, 1]))
@@ -127,6 +128,17 @@ class TestHits:
 
         assert count(harness, Event.PREFIX_QUERIED_TOKENS) == 9 + 10
         assert count(harness, Event.PREFIX_HIT_TOKENS) == 8
+
+    @pytest.mark.parametrize("sliding_window", [0, 6])
+    def test_each_siblings_tokens_are_found_by_who_continues_them(self, sliding_window: int) -> None:
+        group = make_group(18, 14, n=2)
+        harness = caching(group, sliding_window=sliding_window, max_num_batched_tokens=7)
+        harness.run()
+
+        for sequence in group.sequences:
+            turn = make_group([*group.prompt_token_ids.tolist(), *harness.outputs[sequence], 5], 2)
+            run(harness, turn)
+            assert turn.num_cached_tokens == 28
 
 
 class TestHash:
