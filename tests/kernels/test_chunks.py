@@ -1,0 +1,21 @@
+import numba
+import pytest
+
+from cupaged.kernels.chunks import PIECES, chunk_range, num_chunks
+
+
+@pytest.mark.parametrize(("work", "expected"), [(0, 1), (99, 1), (199, 1), (200, 2), (350, 3)])
+def test_small_work_is_cut_into_grains(work: int, expected: int) -> None:
+    assert num_chunks(work, 100) == expected
+
+
+def test_large_work_is_cut_into_pieces_a_thread() -> None:
+    assert num_chunks(10**9, 100) == PIECES * numba.get_num_threads()
+
+
+@pytest.mark.parametrize(("n", "pieces"), [(1, 3), (7, 3), (64, 16), (0, 2)])
+def test_chunks_cover_each_item_once(n: int, pieces: int) -> None:
+    ranges = [chunk_range(n, chunk, pieces) for chunk in range(pieces)]
+
+    assert [i for first, last in ranges for i in range(first, last)] == list(range(n))
+    assert max(last - first for first, last in ranges) <= -(-n // pieces)
