@@ -14,10 +14,12 @@ from numba.core import types
 from numba.extending import intrinsic, overload
 
 from cupaged.jit import njit
+from cupaged.threads import launch_threads
 
 numba: Any = _numba  # untyped
 cgutils: Any = _cgutils
 PIECES = 8  # a thread
+launch_threads()  # or compiled code would not find get_num_threads
 
 
 def num_threads() -> int:
