@@ -62,9 +62,8 @@ FLOORS = {
         ("cupaged.backend.base",), (*GROUND, "cupaged.backend.cpu", "cupaged.backend.cuda"), ("numpy",)
     ),
     "2 scheduler": Floor(("cupaged.scheduler",), (*GROUND, "cupaged.jit"), ("numpy",)),
-    "1 kernels": Floor(("cupaged.kernels",), ("cupaged.jit",), ("numpy", "numba", "llvmlite", "ml_dtypes")),
+    "1 kernels": Floor(("cupaged.kernels",), NUMBA, ("numpy", "numba", "llvmlite", "ml_dtypes")),
     # What meets a GPU imports nothing that is slow to import, so that a compiler needs no Numba.
-    "1 kernels, chunks": Floor(("cupaged.kernels.chunks",), ("cupaged.threads",)),
     "1 kernels, launch": Floor(("cupaged.kernels.launch",)),
     "1 kernels, compile": Floor(("cupaged.kernels.compile",), ("cupaged.paths",)),
     "1 kernels, NVRTC": Floor(("cupaged.kernels.nvrtc",), (), ("cuda.pathfinder",)),
