@@ -52,29 +52,29 @@ def store(like: Any, x: Any) -> Any:
     return np.uint16(((bits >> 16) | 0x40) if x != x else (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16)
 
 
-def _type_float_bits(_context: Any, _x: Any) -> Any:
+def _type_round(_context: Any, _x: Any) -> Any:
+    """Generate code on 32-bit words: Numba's own integers grow to 64 bits, which halves a vector."""
+
     def emit(_context: Any, builder: Any, _signature: Any, args: Any) -> Any:
-        return builder.bitcast(args[0], ir.IntType(32))
+        word = ir.IntType(32)
+        bits = builder.bitcast(args[0], word)
+        high = builder.lshr(bits, word(16))
+        half = builder.add(word(0x7FFF), builder.and_(high, word(1)))
+        rounded = builder.lshr(builder.add(bits, half), word(16))
+        is_nan = builder.fcmp_unordered("uno", args[0], args[0])
+        return builder.trunc(builder.select(is_nan, builder.or_(high, word(0x40)), rounded), ir.IntType(16))
 
-    return types.uint32(types.float32), emit
+    return types.uint16(types.float32), emit
 
 
-_float_bits: Any = intrinsic(_type_float_bits)
+_round: Any = intrinsic(_type_round)
 
 
 @overload(store, strict=False)
 def _store(like: Any, x: Any) -> Any:
     if like == types.float32:
         return lambda like, x: x
-
-    def rounded(like: Any, x: Any) -> Any:
-        bits = np.uint64(_float_bits(np.float32(x)))
-        high = bits >> np.uint64(16)
-        if x != x:
-            return np.uint16(high | np.uint64(0x40))
-        return np.uint16((bits + np.uint64(0x7FFF) + (high & np.uint64(1))) >> np.uint64(16))
-
-    return rounded
+    return lambda like, x: _round(np.float32(x))
 
 
 @njit
