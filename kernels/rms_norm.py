@@ -4,11 +4,14 @@ from typing import Any
 
 import numpy as np
 
-from cupaged.jit import njit, prange
+from cupaged.jit import njit, njit_inner, prange
+from cupaged.kernels.bits import store
+from cupaged.kernels.chunks import chunk_range, num_chunks
 from cupaged.kernels.launch import Array, Device, element_type, require_packed, row_stride, row_units
 
 MAX_THREADS = 512  # of a block, which has one row
 HELD = 2  # 16-byte units of a row that each thread keeps in registers
+GRAIN = 1 << 15  # numbers, 4 us of a CPU's work
 
 
 @njit(fastmath={"reassoc", "nsz", "contract"})
@@ -20,13 +23,28 @@ def inverse_rms(x: Any, eps: Any) -> Any:
     return np.float32(1.0) / np.sqrt(total / np.float32(x.shape[0]) + eps)
 
 
-@njit(signatures=["void(f4[:,::1],f4[::1],f4,f4[:,::1],f4)"], parallel=True)
-def rms_norm_cpu(x: Any, weight: Any, eps: Any, out: Any, weight_offset: Any) -> None:
-    """Set out to x / rms(x) * (weight_offset + weight), by rows. x, out [n, hidden]; the offset is 0 or 1."""
-    for i in prange(x.shape[0]):
+@njit_inner
+def norm_rows(x: Any, weight: Any, eps: Any, out: Any, weight_offset: Any, rows: Any) -> None:
+    """Norm the rows [first, last) of x."""
+    for i in range(*rows):
         scale = inverse_rms(x[i], eps)
         for j in range(x.shape[1]):
-            out[i, j] = x[i, j] * scale * (weight_offset + weight[j])
+            out[i, j] = store(out[i, j], x[i, j] * scale * (weight_offset + weight[j]))
+
+
+# For jit.specialize; {} is the type of out, f4 or u2 (the bits of bfloat16).
+SIGNATURE = "void(f4[:,::1],f4[::1],f4,{}[:,::1],f4)"
+
+
+@njit(parallel=True)
+def rms_norm_cpu(x: Any, weight: Any, eps: Any, out: Any, weight_offset: Any) -> None:
+    """Set out to x / rms(x) * (weight_offset + weight), by rows. x, out [n, hidden]; the offset is 0 or 1."""
+    num_rows, pieces = x.shape[0], num_chunks(x.size, GRAIN)
+    if pieces == 1:  # without what a parallel loop costs
+        norm_rows(x, weight, eps, out, weight_offset, (0, num_rows))
+    else:
+        for chunk in prange(pieces):
+            norm_rows(x, weight, eps, out, weight_offset, chunk_range(num_rows, chunk, pieces))
 
 
 def rms_norm_cuda(
@@ -38,15 +56,31 @@ def rms_norm_cuda(
     kernel((x.shape[0], 1, 1), threads, args)
 
 
-@njit(signatures=["void(f4[:,::1],f4[::1],f4,f4[:,::1],f4[:,::1],f4)"], parallel=True)
-def add_rms_norm_cpu(x: Any, weight: Any, eps: Any, residual: Any, out: Any, weight_offset: Any) -> None:
-    """Do residual += x, then set out to the norm of residual."""
-    for i in prange(x.shape[0]):
+@njit_inner
+def add_norm_rows(
+    x: Any, weight: Any, eps: Any, residual: Any, out: Any, weight_offset: Any, rows: Any
+) -> None:
+    """Do residual += x and norm the sum in the rows [first, last)."""
+    for i in range(*rows):
         for j in range(x.shape[1]):
             residual[i, j] += x[i, j]
-        scale = inverse_rms(residual[i], eps)
-        for j in range(x.shape[1]):
-            out[i, j] = residual[i, j] * scale * (weight_offset + weight[j])
+        norm_rows(residual, weight, eps, out, weight_offset, (i, i + 1))
+
+
+# As SIGNATURE, for add_rms_norm_cpu.
+ADD_SIGNATURE = "void(f4[:,::1],f4[::1],f4,f4[:,::1],{}[:,::1],f4)"
+
+
+@njit(parallel=True)
+def add_rms_norm_cpu(x: Any, weight: Any, eps: Any, residual: Any, out: Any, weight_offset: Any) -> None:
+    """Do residual += x, then set out to the norm of residual."""
+    num_rows, pieces = x.shape[0], num_chunks(x.size, GRAIN)
+    if pieces == 1:
+        add_norm_rows(x, weight, eps, residual, out, weight_offset, (0, num_rows))
+    else:
+        for chunk in prange(pieces):
+            rows = chunk_range(num_rows, chunk, pieces)
+            add_norm_rows(x, weight, eps, residual, out, weight_offset, rows)
 
 
 def add_rms_norm_cuda(

@@ -3,21 +3,40 @@
 from math import prod
 from typing import Any
 
-from cupaged.jit import njit, prange
+from cupaged.jit import njit, njit_inner, prange
+from cupaged.kernels.bits import load, store
+from cupaged.kernels.chunks import chunk_range, num_chunks
 from cupaged.kernels.launch import Array, Device, ceil_div, require_packed, row_stride, row_units
 
 SAMPLES, INPUT_FROM_LAST_TOKEN = 1, 2  # bits of a sequence's flags, as in batch.Flag
 THREADS = 256  # a block
+GRAIN = 1 << 16  # numbers, 4 us of a CPU's work
 BATCH = 4  # units of 16 bytes that a thread of copy_blocks moves
 
 
-@njit(signatures=["void(f4[:,::1],i4[::1],f4[:,::1])"], parallel=True)
+@njit_inner
+def gather_range(x: Any, index: Any, out: Any, places: Any) -> None:
+    """Set the rows [first, last) of out."""
+    for i in range(*places):
+        if index[i] >= 0:
+            source, target = x[index[i]], out[i]
+            for j in range(x.shape[1]):
+                target[j] = store(target[j], load(source[j]))
+
+
+# For jit.specialize; {} are the types of x and out, f4 or u2 (the bits of bfloat16).
+SIGNATURE = "void({}[:,::1],i4[::1],{}[:,::1])"
+
+
+@njit(parallel=True)
 def gather_rows_cpu(x: Any, index: Any, out: Any) -> None:
     """Set out[i] to x[index[i]]; at index -1, padding, it stays as it is."""
-    for i in prange(index.shape[0]):
-        if index[i] >= 0:
-            for j in range(x.shape[1]):
-                out[i, j] = x[index[i], j]
+    num_rows, pieces = index.shape[0], num_chunks(out.size, GRAIN)
+    if pieces == 1:  # without what a parallel loop costs
+        gather_range(x, index, out, (0, num_rows))
+    else:
+        for chunk in prange(pieces):
+            gather_range(x, index, out, chunk_range(num_rows, chunk, pieces))
 
 
 def gather_rows_cuda(device: Device, x: Array, index: Array, out: Array) -> None:

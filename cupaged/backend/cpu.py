@@ -61,6 +61,10 @@ class CpuBackend:
         code = "u2" if dtype == "bfloat16" else "f4"
         specialize(paged_attention.paged_attention_cpu, paged_attention.SIGNATURE.format(code))
         specialize(rope_kv_write.rope_kv_write_cpu, rope_kv_write.SIGNATURE.format(code))
+        specialize(rms_norm.rms_norm_cpu, rms_norm.SIGNATURE.format("f4"))
+        specialize(rms_norm.add_rms_norm_cpu, rms_norm.ADD_SIGNATURE.format("f4"))
+        specialize(gated_mul.silu_mul_cpu, gated_mul.SIGNATURE.format("f4"))
+        specialize(rows.gather_rows_cpu, rows.SIGNATURE.format("f4", "f4"))
         self._arena = Arena(HostMemory())
         self._parallel = ParallelRunner(num_threads)
         self._kept_bytes = 0  # of what lives as long as the model, counted while measuring

@@ -6,11 +6,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from cupaged.kernels.gated_mul import gelu_tanh_mul_cpu, gelu_tanh_mul_cuda, silu_mul_cpu, silu_mul_cuda
+from cupaged.kernels.gated_mul import gelu_tanh_mul_cuda, silu_mul_cuda
 from tests.cuda_on_cpu.device import EmulatedDevice
 from tests.kernels.elements import BF16, DTYPES, F32, Array, assert_rounded_once, normal, strided
 from tests.kernels.schedules import identical_under_all_schedules
-from tests.kernels.test_gated_mul import Activation, Twin, gelu_tanh, silu
+from tests.kernels.test_gated_mul import Activation, Twin, gelu_tanh, gelu_tanh_mul_cpu, silu, silu_mul_cpu
 
 Launch = Callable[[EmulatedDevice, Array, Array], None]
 LAUNCHES = [silu_mul_cuda, gelu_tanh_mul_cuda]

@@ -5,10 +5,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from cupaged.kernels.rms_norm import add_rms_norm_cpu, add_rms_norm_cuda, rms_norm_cpu, rms_norm_cuda
+from cupaged.kernels.rms_norm import add_rms_norm_cuda, rms_norm_cuda
 from tests.cuda_on_cpu.device import EmulatedDevice
 from tests.kernels.elements import BF16, DTYPES, F32, Array, assert_rounded_once, normal, strided
 from tests.kernels.schedules import identical_under_all_schedules
+from tests.kernels.test_rms_norm import add_rms_norm_cpu, rms_norm_cpu
 
 EPS = 1e-5
 SHAPES = [(1, 8), (17, 64), (3, 576), (2, 1096)]  # one unit; a block with idle threads; two units for some

@@ -1,17 +1,29 @@
 """Gathered rows, the last sampled tokens, and whole blocks."""
 
+from typing import Any
+
+import ml_dtypes
 import numpy as np
 import pytest
 
 from cupaged.batch import Flag
+from cupaged.jit import specialize
+from cupaged.kernels import rows
 from cupaged.kernels.rows import (
+    GRAIN,
     INPUT_FROM_LAST_TOKEN,
     SAMPLES,
+    SIGNATURE,
     copy_blocks_cpu,
-    gather_rows_cpu,
     load_last_tokens_cpu,
     store_last_tokens_cpu,
 )
+
+
+def gather_rows_cpu(x: Any, index: Any, out: Any) -> None:
+    """Run the twin that reads the type of x and writes the type of out."""
+    specialize(rows.gather_rows_cpu, SIGNATURE.format(x.dtype.str[1:], out.dtype.str[1:]))
+    rows.gather_rows_cpu(x, index, out)
 
 
 def ints(*values: int) -> np.ndarray[tuple[int], np.dtype[np.int32]]:
@@ -25,6 +37,27 @@ def test_gathered_rows_are_the_indexed_ones() -> None:
     gather_rows_cpu(x, ints(8, 0, 3, 3), out)
 
     assert np.array_equal(out, x[[8, 0, 3, 3]])
+
+
+@pytest.mark.parametrize("kinds", [(np.float32, np.uint16), (np.uint16, np.uint16)])
+def test_gathered_rows_are_rounded_to_bfloat16(kinds: tuple[Any, Any]) -> None:
+    rounded = np.random.default_rng(0).standard_normal((9, 17), np.float32).astype(ml_dtypes.bfloat16)
+    x = rounded.view(np.uint16) if kinds[0] == np.uint16 else rounded.astype(np.float32) * np.float32(1.0005)
+    out = np.empty((4, 17), np.uint16)
+
+    gather_rows_cpu(x, ints(8, 0, 3, 3), out)
+
+    assert np.array_equal(out, rounded.view(np.uint16)[[8, 0, 3, 3]])
+
+
+def test_more_rows_than_one_thread_moves_are_gathered() -> None:
+    x = np.random.default_rng(0).standard_normal((4 * GRAIN // 577, 577), np.float32)
+    index = np.arange(len(x) - 1, -1, -1, np.int32)
+    out = np.empty_like(x)
+
+    gather_rows_cpu(x, index, out)
+
+    assert np.array_equal(out, x[::-1])
 
 
 def test_padding_of_the_index_gathers_nothing() -> None:

@@ -11,7 +11,6 @@ from cupaged.kernels.rows import (
     INPUT_FROM_LAST_TOKEN,
     THREADS,
     copy_blocks_cuda,
-    gather_rows_cpu,
     gather_rows_cuda,
     load_last_tokens_cpu,
     load_last_tokens_cuda,
@@ -21,6 +20,7 @@ from cupaged.kernels.rows import (
 from tests.cuda_on_cpu.device import EmulatedDevice
 from tests.kernels.elements import BF16, DTYPES, F32, Array, normal, sparse, strided
 from tests.kernels.schedules import identical_under_all_schedules
+from tests.kernels.test_rows import gather_rows_cpu
 
 
 def ints(*values: int) -> Array:
