@@ -16,6 +16,7 @@ from cupaged.sampling_params import as_plain, is_neutral
 DTypeName = Literal["auto", "float32", "bfloat16", "float16"]
 DeviceName = Literal["auto", "cpu", "cuda"]
 LoadFormat = Literal["auto", "safetensors", "dummy"]
+QuantizationName = Literal["int8", "int8_w8a8"]
 GenerationConfigName = Literal["auto", "none"]
 SchedulingPolicy = Literal["fcfs", "priority"]
 PreemptionMode = Literal["auto", "swap", "recompute"]
@@ -180,6 +181,11 @@ class EngineConfig:
         "of the KV cache, on a GPU of all else too (the CPU computes in float32, and keeps float16 as "
         "that); auto = the checkpoint's, on a GPU bfloat16 for float32",
     )
+    quantization: QuantizationName | None = option(
+        None,
+        "of the weights, at load, on the CPU: int8 = 8 bits each; int8_w8a8 = what they are multiplied with "
+        "has 8 bits too, less exact",
+    )
     device: DeviceName = option("auto", "auto = cuda if there is one, else cpu")
     max_model_len: int | None = option(None, "tokens of prompt + output; unset = what fits")
     block_size: int = option(16, f"tokens per KV block, one of {BLOCK_SIZES}")
@@ -256,7 +262,7 @@ class EngineConfig:
                 raise ValueError(f"{name} must be text, got {value!r}")
         for name, allowed in _CHOICES.items():
             value = getattr(self, name)
-            if not isinstance(value, str) or value not in allowed:
+            if not isinstance(value, str | None) or value not in allowed:
                 raise ValueError(f"{name} must be one of {allowed}, got {value!r}")
 
     @classmethod
@@ -283,19 +289,19 @@ _COUNTS = {  # whether None stands for a default, and the most: tokens and seque
     "kv_cache_memory": (True, 2**63 - 1),
     "num_threads": (True, 2**31 - 1),
 }
-_CHOICES: dict[str, tuple[str, ...]] = {
+_CHOICES: dict[str, tuple[str | None, ...]] = {
     "dtype": get_args(DTypeName),
     "device": get_args(DeviceName),
     "generation_config": get_args(GenerationConfigName),
     "load_format": get_args(LoadFormat),
     "preemption_mode": get_args(PreemptionMode),
+    "quantization": (None, *get_args(QuantizationName)),
     "scheduling_policy": get_args(SchedulingPolicy),
 }
 
 _NOT_YET: dict[str, tuple[Any, ...]] = {
     "tensor_parallel_size": (1,),
     "pipeline_parallel_size": (1,),
-    "quantization": (None,),
     "kv_cache_dtype": ("auto",),
     "enable_chunked_prefill": (True, None),
     "trust_remote_code": (False,),

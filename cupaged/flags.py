@@ -5,7 +5,7 @@ import logging
 import sys
 from dataclasses import MISSING, fields
 from types import UnionType
-from typing import Any, Literal, get_args, get_origin, get_type_hints
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from cupaged.config import EngineConfig
 
@@ -64,6 +64,6 @@ def _kind(hint: Any) -> tuple[type, tuple[str, ...] | None]:
     """Return the type of a flag's value, and its choices where the field is a Literal."""
     if get_origin(hint) is Literal:
         return str, get_args(hint)
-    if isinstance(hint, UnionType):
+    if get_origin(hint) in (UnionType, Union):  # the latter of a Literal | None
         return _kind(next(arg for arg in get_args(hint) if arg is not type(None)))
     return hint, None

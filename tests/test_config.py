@@ -38,6 +38,9 @@ from cupaged.config import EngineConfig, HFConfig, ModelConfig
         ("seed", 1.0),
         ("generation_config", "vllm"),
         ("load_format", "gguf"),
+        ("quantization", "awq"),
+        ("quantization", 8),
+        ("quantization", np.array([1, 2])),
         ("enforce_eager", 1),
         ("enforce_eager", None),
         ("async_scheduling", "yes"),
@@ -93,11 +96,10 @@ def test_numpys_numbers_and_paths_are_kept_as_pythons_own(name: str, value: Any,
     ("name", "neutral", "other"),
     [
         ("tensor_parallel_size", 1, 2),
-        ("quantization", None, "awq"),
         ("speculative_config", None, {"num_speculative_tokens": 3}),
         ("enable_chunked_prefill", True, False),
         ("tensor_parallel_size", np.int64(1), True),
-        ("quantization", None, np.array([1, 2])),
+        ("speculative_config", None, np.array([1, 2])),
         ("kv_cache_dtype", "auto", "fp8"),
     ],
 )
@@ -107,6 +109,18 @@ def test_option_of_a_later_version_is_taken_at_its_neutral_value_only(
     assert EngineConfig.create("model", **{name: neutral}).model == "model"
     with pytest.raises(ValueError, match=f"{name}=.*not supported yet"):
         EngineConfig.create("model", **{name: other})
+
+
+@pytest.mark.parametrize("name", [None, "int8", "int8_w8a8"])
+def test_quantization_is_taken_by_name(name: Any) -> None:
+    assert EngineConfig.create("model", quantization=name).quantization == name
+
+
+def test_unknown_quantization_is_told_with_those_there_are() -> None:
+    with pytest.raises(
+        ValueError, match=r"^quantization must be one of \(None, 'int8', 'int8_w8a8'\), got 'awq'$"
+    ):
+        EngineConfig.create("model", quantization="awq")
 
 
 def test_options_of_the_memory_system_are_taken() -> None:

@@ -23,6 +23,7 @@ def test_every_field_has_a_flag_that_sets_it() -> None:
     words = {
         "tokenizer": "x",
         "dtype": "float32",
+        "quantization": "int8",
         "device": "cpu",
         "gpu_memory_utilization": "0.5",
         "generation_config": "none",
@@ -50,6 +51,11 @@ def test_help_states_every_default_once() -> None:
     shown = [field for field in fields(EngineConfig)[1:] if field.default is not None]
     assert text.count("(default: ") == len(shown)
     assert "no CUDA graphs (default: False)" in text
+
+
+@pytest.mark.parametrize("name", ["int8", "int8_w8a8"])
+def test_choice_that_may_be_unset_is_taken(name: str) -> None:
+    assert parse("model", "--quantization", name).quantization == name
 
 
 def test_bad_choice_is_an_argparse_error(capsys: pytest.CaptureFixture[str]) -> None:

@@ -150,10 +150,9 @@ class Backend(Protocol):
     def rewind_layer(self) -> None:
         """Free what was made since the last begin_layer; what the layer before made stays."""
 
-    # Weights.
-    def prepare_linear(
-        self, parts: Sequence[Part], bias: Sequence[NDArray[Any]] | None = None, scheme: str | None = None
-    ) -> Handle: ...
+    # Weights, in the form that the backend was created to keep them in: quantised ones as others.
+    def prepare_linear(self, parts: Sequence[Part], bias: Sequence[NDArray[Any]] | None = None) -> Handle:
+        """Return the parts stacked along the output, [out, in], for linear, logits and embedding."""
 
     def prepare_vector(self, weight: NDArray[Any]) -> Array: ...
 
@@ -229,4 +228,4 @@ def create_backend(config: EngineConfig, checkpoint_dtype: str) -> Backend:
     from cupaged.backend.cpu import CpuBackend
 
     dtype = checkpoint_dtype if config.dtype == "auto" else config.dtype
-    return CpuBackend(dtype, num_threads=config.num_threads)
+    return CpuBackend(dtype, num_threads=config.num_threads, quantization=config.quantization)

@@ -15,6 +15,7 @@ from cupaged.backend.arena import Arena, HostMemory, no_memory
 from cupaged.backend.base import Array, KVCacheView, Limits, LogprobArrays, MemoryUse, Part
 from cupaged.backend.host_memory import available_memory
 from cupaged.batch import Batch
+from cupaged.config import QuantizationName
 from cupaged.jit import specialize
 from cupaged.kernels import (
     adjust_logits,
@@ -53,9 +54,13 @@ class CpuBackend:
     name = "cpu"
     max_in_flight = 1  # a step has run when its call returns
 
-    def __init__(self, dtype: str, num_threads: int | None = None) -> None:
+    def __init__(
+        self, dtype: str, num_threads: int | None = None, quantization: QuantizationName | None = None
+    ) -> None:
         if dtype not in _KV_DTYPES:
             raise ValueError(f"dtype={dtype!r} is not supported on the CPU; use one of {sorted(_KV_DTYPES)}")
+        if quantization is not None:
+            raise ValueError(f"quantization={quantization!r} is not supported yet; leave it out")
         self.dtype = np.dtype(np.float32)
         self.kv_dtype = np.dtype(_KV_DTYPES[dtype])
         code = "u2" if dtype == "bfloat16" else "f4"
@@ -148,11 +153,9 @@ class CpuBackend:
         self._arena.rewind_layer()
 
     def prepare_linear(
-        self, parts: Sequence[Part], bias: Sequence[NDArray[Any]] | None = None, scheme: str | None = None
+        self, parts: Sequence[Part], bias: Sequence[NDArray[Any]] | None = None
     ) -> PackedLinear:
         """Pack the parts' weights, stacked along the output."""
-        if scheme is not None:
-            raise ValueError(f"quantization scheme {scheme!r} is not supported yet; use float weights")
         weights = [part["weight"] for part in parts]
         out_features, in_features = sum(map(len, weights)), weights[0].shape[1]
         if self._arena.measuring:

@@ -75,6 +75,11 @@ class CudaBackend:
     @classmethod
     def create(cls, device: Device, config: EngineConfig, checkpoint_dtype: str) -> "CudaBackend":
         """Return the backend that the user wants, on a device."""
+        if config.quantization is not None:
+            raise ValueError(
+                f"quantization={config.quantization!r} is not supported on a GPU yet; leave it out, or use "
+                "device='cpu'"
+            )
         dtype = choose_dtype(config.dtype, checkpoint_dtype)
         return cls(device, dtype, enforce_eager=config.enforce_eager)
 
@@ -204,12 +209,8 @@ class CudaBackend:
         self._arena.rewind_layer()
 
     # Weights.
-    def prepare_linear(
-        self, parts: Sequence[Part], bias: Sequence[NDArray[Any]] | None = None, scheme: str | None = None
-    ) -> Weight:
+    def prepare_linear(self, parts: Sequence[Part], bias: Sequence[NDArray[Any]] | None = None) -> Weight:
         """Load the parts' weights, stacked along the output."""
-        if scheme is not None:
-            raise ValueError(f"quantization scheme {scheme!r} is not supported yet; use float weights")
         weights = [part["weight"] for part in parts]
         shape = (sum(map(len, weights)), weights[0].shape[1])
         matrix = self._memory.keep(weights, shape, self.dtype)

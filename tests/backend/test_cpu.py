@@ -264,7 +264,6 @@ def test_result_on_the_host_outlives_the_forward() -> None:
     ("make", "message"),
     [
         (lambda: CpuBackend("int8"), "dtype='int8'.*bfloat16"),
-        (lambda: create().prepare_linear([{"weight": random(2, 2)}], scheme="awq"), "'awq'.*not supported"),
     ],
 )
 def test_unsupported_choices_are_refused_by_name(make: Callable[[], Any], message: str) -> None:

@@ -119,3 +119,11 @@ def test_float32_on_a_gpu_is_refused_with_the_ways_out(with_gpu: Install) -> Non
 
     with pytest.raises(ValueError, match=r"'float32' is not supported on a GPU.*bfloat16.*device='cpu'"):
         create_backend(config(dtype="float32"), "float32")
+
+
+@pytest.mark.parametrize("device", ["auto", "cuda"])
+def test_quantization_on_a_gpu_is_refused_with_the_ways_out(with_gpu: Install, device: Any) -> None:
+    with_gpu(EmulatedGpu)
+
+    with pytest.raises(ValueError, match=r"^quantization='int8' .*GPU yet; leave it out.*device='cpu'"):
+        create_backend(config(device=device, quantization="int8"), "bfloat16")

@@ -14,7 +14,7 @@ from cupaged.backend.staging import PIECE
 from cupaged.batch import Batch, Count, padding_batch
 from cupaged.kernels.paged_decode import blocks_at_once
 from cupaged.worker.kv_cache import pool_shape
-from tests.backend.cuda_steps import LIMITS, VOCAB_SIZE, copy_batch, random
+from tests.backend.cuda_steps import LIMITS, VOCAB_SIZE, copy_batch
 from tests.backend.loaded import CHUNKS, CONFIG, NUM_BLOCKS, Attention, Loaded, Step, load, matrix
 from tests.cuda_on_cpu.gpu import EmulatedGpu
 
@@ -199,7 +199,3 @@ class TestLoad:
         with pytest.raises(ValueError, match="head_dim 32 has no attention kernels"):
             load(CudaBackend(gpu, "float16"), CHUNKS, build, operate)
         assert gpu.allocations == gpu.pinned == []
-
-    def test_quantised_weights_are_refused(self) -> None:
-        with pytest.raises(ValueError, match="scheme 'gptq' is not supported"):
-            CudaBackend(EmulatedGpu(), "float16").prepare_linear([{"weight": random(8, 8)}], scheme="gptq")
