@@ -56,6 +56,9 @@ def launch_threads() -> str:
     return str(numba.threading_layer())
 
 
+Call = tuple[Callable[..., None], Sequence[Any]]  # a kernel and its arguments
+
+
 class ParallelRunner:
     """Runs parallel kernels on up to `num_threads` threads, one kernel at a time in this process."""
 
@@ -64,22 +67,20 @@ class ParallelRunner:
         limit = int(numba.config.NUMBA_NUM_THREADS)  # what Numba started
         self.num_threads = limit if num_threads is None else min(num_threads, limit)
 
-    def run(self, kernel: Callable[..., None], args: Sequence[Any], num_items: int = 0) -> None:
-        """Call the kernel; the calling thread's own settings are as before afterwards.
+    def run(self, calls: Sequence[Call]) -> None:
+        """Call the kernels one after the other; the calling thread's own settings are as before afterwards.
 
-        With num_items, the length of its parallel loop or less, work is handed out in pieces of an eighth of
-        a thread's share: with one piece each, a core that is busy elsewhere holds up all others.
+        The iterations of their parallel loops are handed out one by one, so that a core that is busy
+        elsewhere does not hold up the others: an iteration should be worth it.
         """
         with _lock:
-            threads, chunk = numba.get_num_threads(), 0
-            if num_items:
-                chunk = numba.set_parallel_chunksize(max(1, num_items // (8 * self.num_threads)))
+            threads, chunk = numba.get_num_threads(), numba.set_parallel_chunksize(1)
             if threads != self.num_threads:
                 numba.set_num_threads(self.num_threads)
             try:
-                kernel(*args)
+                for kernel, args in calls:
+                    kernel(*args)
             finally:
-                if num_items:
-                    numba.set_parallel_chunksize(chunk)
+                numba.set_parallel_chunksize(chunk)
                 if threads != self.num_threads:
                     numba.set_num_threads(threads)

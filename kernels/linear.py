@@ -1,85 +1,154 @@
-"""x @ weight.T + bias, with the weight packed in panels that stream from memory once for all rows."""
+"""x @ weight.T + bias: weights packed in blocks of 16 outputs, which stream from memory once for all rows.
 
-from collections.abc import Callable
+linear_tile says what arithmetic there is. A row's bits depend neither on the other rows nor on how the work
+is divided: each output is one chain over all inputs, whatever tiles and threads compute it.
+"""
+
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+import ml_dtypes
 import numpy as np
 from numpy.typing import NDArray
 
-from cupaged.jit import njit, prange
-from cupaged.kernels.tile import ROWS, Places, multiply_rows
+from cupaged.jit import njit, njit_inner, prange
+from cupaged.kernels.bits import load, store
+from cupaged.kernels.chunks import chunk_range, num_chunks
+from cupaged.kernels.intrinsics import LANES
+from cupaged.kernels.linear_tile import MOST_BLOCKS, MOST_ROWS, Places, multiply_tile
 
-PANEL = 32  # outputs; two vectors of accumulators for each of eight rows fit the registers
-DEPTH = 2048  # inputs; a panel's part, 256 KiB, stays in the second-level cache while all rows use it
+DEPTH = 2048  # inputs; the part of a tile's weights, 192 KiB, stays in the second-level cache for all rows
+GRAIN = 1 << 17  # bytes of weights that are worth a thread
+PACKED_ROWS = 1024  # of a weight, converted at a time
+PACKED_INPUTS = 32
 
 
 class PackedLinear(NamedTuple):
-    """A weight matrix [out_features, in_features] as panels."""
+    """A weight matrix [out_features, in_features] in blocks of LANES outputs."""
 
-    panels: NDArray[np.float32]  # [num_panels, in_features, PANEL], zeros past out_features
-    bias: NDArray[np.float32]  # [num_panels * PANEL]
+    panels: NDArray[Any]  # [num_blocks, ceil(in_features / pair), LANES, pair]; bf16 in pairs, as uint16
+    bias: NDArray[np.float32]  # [num_blocks * LANES]
     out_features: int
+    in_features: int
 
 
-def packed_shapes(out_features: int, in_features: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+def packed_shapes(out_features: int, in_features: int, dtype: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Return the shapes of panels and bias."""
-    num_panels = -(-out_features // PANEL)
-    return (num_panels, in_features, PANEL), (num_panels * PANEL,)
+    num_blocks, pair = -(-out_features // LANES), 4 // np.dtype(dtype).itemsize
+    return (num_blocks, -(-in_features // pair), LANES, pair), (num_blocks * LANES,)
 
 
 def pack_linear(
-    rows: Callable[[int, int], NDArray[np.float32]], bias: NDArray[np.float32] | None, out_features: int
-) -> PackedLinear:
-    """Pack the matrix whose rows [first, last) are `rows(first, last)`."""
-    shapes = packed_shapes(out_features, rows(0, 1).shape[1])
-    panels, padded = (np.zeros(shape, np.float32) for shape in shapes)
-    for panel in range(len(panels)):
-        first, last = panel * PANEL, min((panel + 1) * PANEL, out_features)
-        panels[panel, :, : last - first] = rows(first, last).T
+    parts: Sequence[NDArray[Any]], bias: Sequence[NDArray[Any]] | None, panels: Any, padded_bias: Any
+) -> None:
+    """Pack the parts [n, in_features], stacked along the outputs, into arrays of the packed shapes."""
+    panels[-1] = 0
+    panels[:, -1] = 0
+    first = 0
+    for part in parts:
+        for row in range(0, len(part), PACKED_ROWS):
+            rows = np.ascontiguousarray(part[row : row + PACKED_ROWS])
+            if rows.dtype == ml_dtypes.bfloat16:
+                rows = rows.view(np.uint16)
+            elif rows.dtype != np.float32:
+                rows = rows.astype(np.float32)
+            pack_rows(rows, first + row, panels)
+        first += len(part)
+    padded_bias[:] = 0
     if bias is not None:
-        padded[:out_features] = bias
-    return PackedLinear(panels, padded, out_features)
+        padded_bias[:first] = np.concatenate([part.astype(np.float32) for part in bias])
 
 
-@njit(signatures=["void(f4[:,::1],f4[:,:,::1],f4[::1],f4[:,::1])"], parallel=True)
+@njit(parallel=True)
+def pack_rows(rows: Any, first: int, panels: Any) -> None:
+    """Put rows [n, in_features] to the outputs from `first` on."""
+    num_rows, in_features = rows.shape
+    pair = panels.shape[3]
+    start, end = first // LANES, (first + num_rows + LANES - 1) // LANES
+    chunks = num_chunks(rows.size, 1 << 16)
+    for chunk in prange(chunks):
+        low, high = chunk_range(end - start, chunk, chunks)
+        for block in range(start + low, start + high):
+            begin, stop = max(first, block * LANES), min(first + num_rows, (block + 1) * LANES)
+            for k in range(0, in_features, PACKED_INPUTS):
+                # A line of each row, then the next: both sides stay in the first-level cache.
+                for i in range(begin, stop):
+                    for j in range(k, min(k + PACKED_INPUTS, in_features)):
+                        panels[block, j // pair, i % LANES, j % pair] = store(
+                            panels[0, 0, 0, 0], load(rows[i - first, j])
+                        )
+
+
+@njit_inner
+def multiply_blocks(
+    out: Any, x: Any, weight: Any, at: Places, num_rows: int, blocks: int, depth: int
+) -> None:
+    """Do out += x @ weight for all rows, in tiles; meanwhile fetch the weights from at.ahead on."""
+    row, ahead = 0, at.ahead
+    while row < num_rows:
+        rows = MOST_ROWS
+        while rows > num_rows - row:
+            rows //= 2
+        out_at, x_at = at.out + row * at.out_stride, at.x + row * at.x_stride
+        here = Places(out_at, at.out_stride, x_at, at.x_stride, at.weight, at.block_stride, ahead)
+        multiply_tile(out, x, weight, here, rows, blocks, depth)
+        row += rows
+        ahead = at.weight  # which is there already
+
+
+# For jit.specialize: x and panels, f4 or u2 (the bits of bfloat16).
+SIGNATURE = "void({}[:,::1],{}[:,:,:,::1],f4[::1],f4[:,::1])"
+
+
+@njit(parallel=True)
 def linear_cpu(x: Any, panels: Any, bias: Any, out: Any) -> None:
     """Set out [n, out_features] to x [n, in_features] @ weight.T + bias."""
     num_rows, in_features = x.shape
+    num_blocks, _, _, pair = panels.shape
     out_features = out.shape[1]
-    x_flat, panel_flat, out_flat = x.reshape(-1), panels.reshape(-1), out.reshape(-1)
-    for panel in prange(panels.shape[0]):
-        first = panel * PANEL
-        width = min(PANEL, out_features - first)
-        edge = np.empty(ROWS * PANEL, np.float32)  # where a panel sticks out of the row
-        for k in range(0, in_features, DEPTH):
-            depth = min(DEPTH, in_features - k)
-            b = (panel * in_features + k) * PANEL
-            for row in range(0, num_rows, ROWS):
-                rows = min(ROWS, num_rows - row)
-                if k == 0:
-                    for i in range(rows):
-                        for j in range(width):
-                            out[row + i, first + j] = bias[first + j]
-                a = row * in_features + k
-                if width == PANEL:
-                    at = Places(row * out_features + first, out_features, a, in_features, b, PANEL)
-                    multiply_rows(out_flat, x_flat, panel_flat, at, rows, PANEL, depth)
-                    continue
-                edge[:] = np.float32(0.0)
-                for i in range(rows):
+    x_flat, weight, out_flat = x.reshape(-1), panels.reshape(-1), out.reshape(-1)
+    stride = panels.shape[1] * LANES * pair  # from block to block
+    tiles = (num_blocks + MOST_BLOCKS - 1) // MOST_BLOCKS
+    chunks = num_chunks(panels.size * panels.itemsize * (1 + num_rows // MOST_ROWS), GRAIN)
+    for chunk in prange(chunks):
+        first, last = chunk_range(tiles, chunk, chunks)
+        block, last = first * MOST_BLOCKS, min(last * MOST_BLOCKS, num_blocks)
+        while block < last:
+            blocks = MOST_BLOCKS if block + MOST_BLOCKS <= last else 1
+            column = block * LANES
+            width = min(blocks * LANES, out_features - column)
+            if width < blocks * LANES and blocks > 1:
+                blocks, width = 1, LANES  # the block that sticks out of the row goes alone
+            edge = width < LANES
+            result, start, row_stride = out_flat, column, out_features
+            if edge:
+                result, start, row_stride = np.empty(num_rows * LANES, np.float32), 0, LANES
+            for i in range(num_rows):
+                for j in range(blocks * LANES):
+                    result[start + i * row_stride + j] = bias[column + j]
+            for k in range(0, in_features, DEPTH):
+                here = block * stride + k * LANES
+                ahead = here + DEPTH * LANES if k + DEPTH < in_features else (block + blocks) * stride
+                at = Places(start, row_stride, k, in_features, here, stride, ahead)
+                multiply_blocks(result, x_flat, weight, at, num_rows, blocks, min(DEPTH, in_features - k))
+            if edge:
+                for i in range(num_rows):
                     for j in range(width):
-                        edge[i * PANEL + j] = out[row + i, first + j]
-                at = Places(0, PANEL, a, in_features, b, PANEL)
-                multiply_rows(edge, x_flat, panel_flat, at, rows, PANEL, depth)
-                for i in range(rows):
-                    for j in range(width):
-                        out[row + i, first + j] = edge[i * PANEL + j]
+                        out[i, column + j] = result[i * LANES + j]
+            block += blocks
 
 
-@njit(signatures=["void(i4[::1],f4[:,:,::1],f4[:,::1])"], parallel=True)
+EMBEDDING_SIGNATURE = "void(i4[::1],{}[:,:,:,::1],f4[:,::1])"
+
+
+@njit(parallel=True)
 def embedding_cpu(ids: Any, panels: Any, out: Any) -> None:
     """Set out [n, in_features] to the rows `ids` of a packed weight."""
-    for i in prange(ids.shape[0]):
-        panel, lane = ids[i] // PANEL, ids[i] % PANEL
-        for k in range(out.shape[1]):
-            out[i, k] = panels[panel, k, lane]
+    pair = panels.shape[3]
+    chunks = num_chunks(out.size, 1 << 14)
+    for chunk in prange(chunks):
+        first, last = chunk_range(ids.shape[0], chunk, chunks)
+        for i in range(first, last):
+            block, lane = ids[i] // LANES, ids[i] % LANES
+            for k in range(out.shape[1]):
+                out[i, k] = load(panels[block, k // pair, lane, k % pair])

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from cupaged.jit import njit, prange
-from cupaged.kernels.bits import exp
+from cupaged.kernels.bits import exp, store
 from cupaged.kernels.launch import Array, Device
 from cupaged.kernels.paged_decode import MAX_GROUP, Decodes, paged_decode_cuda
 from cupaged.kernels.paged_prefill import paged_prefill_cuda
@@ -186,11 +186,11 @@ def attend_tile(
     for row in range(num_rows):
         token, head = row // group, first_head + row % group
         for d in range(head_dim):
-            out[token, head, d] = acc[row * head_dim + d]
+            out[token, head, d] = store(out[token, head, d], acc[row * head_dim + d])
 
 
-# For jit.specialize; {} is the KV cache's type, f4 or u2 (the bits of bfloat16).
-SIGNATURE = "void(f4[:,:,:],{}[:,:,:,:,:,::1],i8,i4[:,:],i4[::1],i4[::1],f4,i8,f4,f4[::1],f4[:,:,::1])"
+# For jit.specialize; {} are the types of KV cache and out, f4 or u2 (the bits of bfloat16).
+SIGNATURE = "void(f4[:,:,:],{}[:,:,:,:,:,::1],i8,i4[:,:],i4[::1],i4[::1],f4,i8,f4,f4[::1],{}[:,:,::1])"
 
 
 @njit(parallel=True)

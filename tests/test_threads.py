@@ -102,11 +102,11 @@ def test_settings_of_the_calling_thread_are_restored() -> None:
     runner = ParallelRunner(1)
     before = numba.get_num_threads(), numba.get_parallel_chunksize()
 
-    runner.run(lambda: seen.append((numba.get_num_threads(), numba.get_parallel_chunksize())), (), 80)
+    runner.run([(lambda: seen.append((numba.get_num_threads(), numba.get_parallel_chunksize())), ())])
     with pytest.raises(ValueError, match="kernel"):
-        runner.run(fail, (), 80)
+        runner.run([(fail, ())])
 
-    assert seen == [(1, 10)]
+    assert seen == [(1, 1)]
     assert (numba.get_num_threads(), numba.get_parallel_chunksize()) == before
 
 
@@ -126,7 +126,7 @@ def test_kernels_of_two_threads_take_turns() -> None:
     def engine() -> None:
         runner = ParallelRunner()
         for _ in range(100):
-            runner.run(kernel, ())
+            runner.run([(kernel, ())])
 
     threads = [threading.Thread(target=engine) for _ in range(2)]
     for thread in threads:

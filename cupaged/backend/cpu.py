@@ -1,7 +1,8 @@
 """CpuBackend: NumPy arrays, the kernels' CPU twins, Numba's threads.
 
-Activations are float32. The KV cache is float32, or bfloat16 (as uint16) where the model is. Weights are
-read in any float type and held as float32 panels.
+In bfloat16 weights and KV cache are bfloat16, as uint16, and so is what goes into a linear layer if the
+CPU multiplies such numbers; all else is float32. In float32, and in float16, which is computed as that, a
+bfloat16 checkpoint's weights stay as they are, for they lose nothing, and all else is float32.
 """
 
 from collections.abc import Callable, Sequence
@@ -14,6 +15,7 @@ from numpy.typing import NDArray
 from cupaged.backend.arena import Arena, HostMemory, no_memory
 from cupaged.backend.base import Array, KVCacheView, Limits, LogprobArrays, MemoryUse, Part
 from cupaged.backend.host_memory import available_memory
+from cupaged.backend.replay import Replay
 from cupaged.batch import Batch
 from cupaged.config import QuantizationName
 from cupaged.jit import specialize
@@ -28,24 +30,17 @@ from cupaged.kernels import (
     rows,
     sample,
 )
+from cupaged.kernels.intrinsics import HAS_BF16
 from cupaged.kernels.linear import PackedLinear
 from cupaged.threads import ParallelRunner
 
 _KV_DTYPES = {"float32": np.float32, "float16": np.float32, "bfloat16": ml_dtypes.bfloat16}
 MOST_KV_CACHE = 4 << 30  # bytes that the KV cache takes unasked: others live on a host too
+_CODES = {np.dtype(np.float32): "f4", np.dtype(np.uint16): "u2"}  # in the kernels' signatures
 _NONE = np.empty(0, np.float32)
 _NO_IDS = np.empty(0, np.int32)
 _NO_COUNTS = np.empty((0, 0), np.int32)
 ADJUSTED_ROWS = 16  # of logits, adjusted and sampled from at a time: they stay in cache
-
-
-def _float_rows(parts: Sequence[NDArray[Any]], first: int, last: int) -> NDArray[np.float32]:
-    """Return the rows [first, last) of the parts stacked, as float32."""
-    taken = []
-    for part in parts:
-        taken.append(part[max(first, 0) : max(last, 0)].astype(np.float32))
-        first, last = first - len(part), last - len(part)
-    return np.concatenate(taken)
 
 
 class CpuBackend:
@@ -63,15 +58,19 @@ class CpuBackend:
             raise ValueError(f"quantization={quantization!r} is not supported yet; leave it out")
         self.dtype = np.dtype(np.float32)
         self.kv_dtype = np.dtype(_KV_DTYPES[dtype])
-        code = "u2" if dtype == "bfloat16" else "f4"
-        specialize(paged_attention.paged_attention_cpu, paged_attention.SIGNATURE.format(code))
-        specialize(rope_kv_write.rope_kv_write_cpu, rope_kv_write.SIGNATURE.format(code))
-        specialize(rms_norm.rms_norm_cpu, rms_norm.SIGNATURE.format("f4"))
-        specialize(rms_norm.add_rms_norm_cpu, rms_norm.ADD_SIGNATURE.format("f4"))
-        specialize(gated_mul.silu_mul_cpu, gated_mul.SIGNATURE.format("f4"))
-        specialize(rows.gather_rows_cpu, rows.SIGNATURE.format("f4", "f4"))
+        self._weight_dtype = np.dtype(np.uint16 if dtype == "bfloat16" else np.float32)
+        # Of what goes into a linear layer.
+        self._input_dtype = self._weight_dtype if HAS_BF16 else np.dtype(np.float32)
+        kv, inputs = _CODES[self._weight_dtype], _CODES[self._input_dtype]
+        specialize(paged_attention.paged_attention_cpu, paged_attention.SIGNATURE.format(kv, inputs))
+        specialize(rope_kv_write.rope_kv_write_cpu, rope_kv_write.SIGNATURE.format(kv))
+        specialize(rms_norm.rms_norm_cpu, rms_norm.SIGNATURE.format(inputs))
+        specialize(rms_norm.add_rms_norm_cpu, rms_norm.ADD_SIGNATURE.format(inputs))
+        specialize(gated_mul.silu_mul_cpu, gated_mul.SIGNATURE.format(inputs))
+        specialize(rows.gather_rows_cpu, rows.SIGNATURE.format(inputs, inputs))
         self._arena = Arena(HostMemory())
-        self._parallel = ParallelRunner(num_threads)
+        self._runner = ParallelRunner(num_threads)
+        self._replay = Replay(self._runner, self._arena)
         self._kept_bytes = 0  # of what lives as long as the model, counted while measuring
 
     def available_memory(self) -> int:
@@ -140,9 +139,9 @@ class CpuBackend:
         """Return the batch itself."""
         return batch
 
-    def run_forward(self, batch: Batch, forward: Callable[[], Array]) -> Array:  # noqa: ARG002
-        """Return forward()."""
-        return forward()
+    def run_forward(self, batch: Batch, forward: Callable[[], Array]) -> Array:
+        """Return forward(), or make the same calls of kernels that it made for such a batch before."""
+        return forward() if self._arena.measuring else self._replay.run_forward(batch, forward)
 
     def begin_layer(self) -> None:
         """Free the results of the layer before the last one."""
@@ -158,15 +157,21 @@ class CpuBackend:
         """Pack the parts' weights, stacked along the output."""
         weights = [part["weight"] for part in parts]
         out_features, in_features = sum(map(len, weights)), weights[0].shape[1]
-        if self._arena.measuring:
-            shapes = linear.packed_shapes(out_features, in_features)
-            panels, padded = (no_memory(shape, np.float32) for shape in shapes)
-            packed = linear.PackedLinear(panels, padded, out_features)
-        else:
-            joined = None if bias is None else _float_rows(bias, 0, out_features)
-            packed = linear.pack_linear(lambda a, b: _float_rows(weights, a, b), joined, out_features)
-        self._kept_bytes += packed.panels.nbytes + packed.bias.nbytes
-        return packed
+        exact = all(weight.dtype == ml_dtypes.bfloat16 for weight in weights)
+        dtype = np.dtype(np.uint16) if exact else self._weight_dtype
+        shapes = linear.packed_shapes(out_features, in_features, dtype)
+        panels, padded = self._keep(shapes[0], dtype), self._keep(shapes[1], np.float32)
+        if not self._arena.measuring:
+            specialize(linear.linear_cpu, linear.SIGNATURE.format(_CODES[self._input_dtype], _CODES[dtype]))
+            specialize(linear.embedding_cpu, linear.EMBEDDING_SIGNATURE.format(_CODES[dtype]))
+            self._runner.run([(linear.pack_linear, (weights, bias, panels, padded))])
+        return PackedLinear(panels, padded, out_features, in_features)
+
+    def _keep(self, shape: tuple[int, ...], dtype: Any) -> Array:
+        """Return an array that lives as long as the model."""
+        array = no_memory(shape, dtype) if self._arena.measuring else np.empty(shape, dtype)
+        self._kept_bytes += array.nbytes
+        return array
 
     def prepare_vector(self, weight: NDArray[Any]) -> Array:
         """Return a float32 copy."""
@@ -175,7 +180,7 @@ class CpuBackend:
     def linear(self, x: Array, weight: PackedLinear) -> Array:
         """Return x @ weight.T + bias."""
         out = self._arena.take((x.shape[0], weight.out_features), np.float32)
-        self._run(linear.linear_cpu, x, weight.panels, weight.bias, out, num_items=len(weight.panels))
+        self._run(linear.linear_cpu, x, weight.panels, weight.bias, out)
         return out
 
     def logits(self, x: Array, weight: PackedLinear) -> Array:
@@ -184,13 +189,13 @@ class CpuBackend:
 
     def embedding(self, ids: Array, weight: PackedLinear) -> Array:
         """Return the rows `ids` of the weight."""
-        out = self._arena.take((ids.shape[0], weight.panels.shape[1]), np.float32)
+        out = self._arena.take((ids.shape[0], weight.in_features), np.float32)
         self._run(linear.embedding_cpu, ids, weight.panels, out)
         return out
 
     def rms_norm(self, x: Array, weight: Array, eps: float, residual: Array | None = None) -> Array:
         """Return norm(x), or do residual += x and return norm(residual)."""
-        out = self._arena.take(x.shape, np.float32)
+        out = self._arena.take(x.shape, self._input_dtype)
         if residual is None:
             self._run(rms_norm.rms_norm_cpu, x, weight, eps, out, 0.0)
         else:
@@ -225,30 +230,29 @@ class CpuBackend:
         sinks: Array | None = None,
     ) -> Array:
         """Return each query's attention over the cached keys up to its own."""
-        out = self._arena.take(q.shape, np.float32)
+        out = self._arena.take(q.shape, self._input_dtype)
         sequences = (batch.block_tables, batch.query_start, batch.seq_lens)
         mask = (scale, sliding_window, softcap, _NONE if sinks is None else sinks)
         args = (q, _words(kv.pool), kv.layer, *sequences, *mask, out)
-        self._run(paged_attention.paged_attention_cpu, *args, num_items=batch.num_seqs * kv.pool.shape[3])
+        self._run(paged_attention.paged_attention_cpu, *args)
         return out.reshape(q.shape[0], -1)
 
     def silu_mul(self, gate_up: Array) -> Array:
         """Return silu(gate) * up."""
-        out = self._arena.take((gate_up.shape[0], gate_up.shape[1] // 2), np.float32)
+        out = self._arena.take((gate_up.shape[0], gate_up.shape[1] // 2), self._input_dtype)
         self._run(gated_mul.silu_mul_cpu, gate_up, out)
         return out
 
     def gather_rows(self, x: Array, index: Array) -> Array:
         """Return x[index]."""
-        out = self._arena.take((index.shape[0], x.shape[1]), np.float32)
+        out = self._arena.take((index.shape[0], x.shape[1]), x.dtype)
         self._run(rows.gather_rows_cpu, x, index, out)
         return out
 
     def load_last_tokens(self, batch: Batch, last_token: Array) -> None:
         """Fill the inputs that ask for the last token of their row."""
-        if not self._arena.measuring:
-            sequences = (batch.rows, batch.flags, batch.query_start)
-            rows.load_last_tokens_cpu(*sequences, last_token, batch.input_ids)
+        sequences = (batch.rows, batch.flags, batch.query_start)
+        self._run(rows.load_last_tokens_cpu, *sequences, last_token, batch.input_ids)
 
     def sample(self, logits: Array, batch: Batch, first: int, token_ids: Array) -> None:
         """Set token_ids of the sequences that sample in these rows."""
@@ -291,13 +295,12 @@ class CpuBackend:
 
     def store_last_tokens(self, batch: Batch, token_ids: Array, last_token: Array) -> None:
         """Set last_token[row] for the sequences that sampled."""
-        if not self._arena.measuring:
-            rows.store_last_tokens_cpu(batch.rows, batch.flags, token_ids, last_token)
+        self._run(rows.store_last_tokens_cpu, batch.rows, batch.flags, token_ids, last_token)
 
-    def _run(self, kernel: Callable[..., None], *args: Any, num_items: int = 0) -> None:
+    def _run(self, kernel: Callable[..., None], *args: Any) -> None:
         """Run a kernel on this backend's threads; not while only sizes are counted."""
         if not self._arena.measuring:
-            self._parallel.run(kernel, args, num_items)
+            self._replay.run((kernel, args))
 
 
 def _words(pool: Array) -> Array:

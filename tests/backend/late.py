@@ -55,16 +55,12 @@ class LateBackend(CpuBackend):
         """Begin to copy them back."""
         self._begin(partial(super().swap_in, host_pool, pool, pairs))
 
-    def load_last_tokens(self, batch: Batch, last_token: Array) -> None:
-        """Begin to fill the inputs that ask for it."""
-        self._begin(partial(super().load_last_tokens, batch, last_token))
+    def run_forward(self, batch: Batch, forward: Callable[[], Array]) -> Array:  # noqa: ARG002
+        """Return forward(), which has begun; a replay would need that it has run."""
+        return forward()
 
-    def store_last_tokens(self, batch: Batch, token_ids: Array, last_token: Array) -> None:
-        """Begin to set last_token[row] for the sequences that sampled."""
-        self._begin(partial(super().store_last_tokens, batch, token_ids, last_token))
-
-    def _run(self, kernel: Callable[..., None], *args: Any, num_items: int = 0) -> None:
-        self._begin(partial(super()._run, kernel, *args, num_items=num_items))
+    def _run(self, kernel: Callable[..., None], *args: Any) -> None:
+        self._begin(partial(super()._run, kernel, *args))
 
     def _begin(self, work: Callable[[], None]) -> None:
         if not self._arena.measuring:

@@ -80,6 +80,7 @@ class TinyLayer:
         parts = [random(CONFIG.num_heads * 8, hidden), random(16, hidden), random(16, hidden)]
         self.embed = backend.prepare_linear([{"weight": random(CONFIG.vocab_size, hidden)}])
         self.qkv = backend.prepare_linear([{"weight": part} for part in parts], [p[:, 0] for p in parts])
+        self.o = backend.prepare_linear([{"weight": random(hidden, CONFIG.num_heads * 8)}])
         self.gate_up = backend.prepare_linear([{"weight": random(80, hidden)}] * 2)
         self.down = backend.prepare_linear([{"weight": random(hidden, 80)}])
         self.norm = backend.prepare_vector(random(hidden))
@@ -93,18 +94,18 @@ class TinyLayer:
         backend, n = self.backend, batch.num_tokens
         backend.begin_forward()
         backend.load_last_tokens(batch, self.last_token)
-        hidden = backend.embedding(batch.input_ids, self.embed)
+        hidden = residual = backend.embedding(batch.input_ids, self.embed)
         for layer in range(CONFIG.num_layers):
             backend.begin_layer()
-            normed = backend.rms_norm(hidden, self.norm, 1e-5)
+            normed = backend.rms_norm(hidden, self.norm, 1e-5, residual if layer else None)
             qkv = backend.linear(normed, self.qkv).reshape(n, self.heads, 8)
             q, k, v = qkv[:, :6], qkv[:, 6:8], qkv[:, 8:]
             kv = KVCacheView(self.pool, layer)
             backend.rope_kv_write(q, k, v, kv, batch, self.cos_sin)
-            attended = backend.paged_attention(q, kv, batch, 0.3)
-            normed = backend.rms_norm(attended, self.norm, 1e-5, hidden)
-            out = backend.linear(backend.silu_mul(backend.linear(normed, self.gate_up)), self.down)
-            hidden = backend.rms_norm(out, self.norm, 1e-5, hidden)
+            attended = backend.linear(backend.paged_attention(q, kv, batch, 0.3), self.o)
+            normed = backend.rms_norm(attended, self.norm, 1e-5, residual)
+            hidden = backend.linear(backend.silu_mul(backend.linear(normed, self.gate_up)), self.down)
+        hidden = backend.rms_norm(hidden, self.norm, 1e-5, residual)
         backend.begin_layer()
         logits = backend.logits(backend.gather_rows(hidden, batch.logit_index), self.embed)
         backend.sample(logits, batch, 0, self.token_ids)

@@ -71,7 +71,7 @@ class PagedCase:
                 keys[:, :, offset] = self.k[seq][token]
                 pool[block, LAYER, 1, :, offset] = self.v[seq][token]
         self.pool = pool.view(np.uint16) if self.kv_dtype == ml_dtypes.bfloat16 else pool
-        specialize(paged_attention_cpu, SIGNATURE.format("u2" if self.pool.dtype == np.uint16 else "f4"))
+        specialize(paged_attention_cpu, SIGNATURE.format("u2" if self.pool.dtype == np.uint16 else "f4", "f4"))
 
     def cut_tables(self, *chunks: tuple[int, int, int]) -> NDArray[np.int32]:
         """Return the tables of chunks (seq, start, stop): -1 past the end and before the first's window."""

@@ -1,13 +1,18 @@
-"""The packed linear twin: NumPy's result, and a row's bits whatever else is in the batch."""
+"""The packed linear layers: float64's result, and a row's bits whatever else is in the batch."""
+
+from typing import Any, NamedTuple
 
 import ml_dtypes
 import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from cupaged.kernels.linear import PackedLinear, embedding_cpu, linear_cpu, pack_linear
+from cupaged.jit import specialize
+from cupaged.kernels import linear
+from cupaged.kernels.intrinsics import HAS_BF16
+from cupaged.kernels.linear import PackedLinear, embedding_cpu, linear_cpu, pack_linear, packed_shapes
 
-# (in, out): SmolLM2-135M's five, then odd ones, one deeper than a panel's part in the cache.
+# (in, out): SmolLM2-135M's five, then odd ones, one deeper than a tile's part in the cache.
 SHAPES = [
     (576, 960),
     (576, 576),
@@ -17,66 +22,129 @@ SHAPES = [
     (7, 5),
     (33, 31),
     (64, 97),
-    (2500, 40),
+    (2501, 40),
 ]
 
 
-def pack(weight: NDArray[np.float32], bias: NDArray[np.float32] | None = None) -> PackedLinear:
-    return pack_linear(lambda first, last: weight[first:last], bias, len(weight))
+class Path(NamedTuple):
+    """One arithmetic of the linear layers: the types of x and of the packed weight."""
+
+    x: Any
+    weight: Any
+
+    @property
+    def codes(self) -> list[str]:
+        """Return the types as signatures spell them."""
+        return [{np.uint16: "u2", np.float32: "f4"}[kind] for kind in self]
 
 
-def multiply(x: NDArray[np.float32], packed: PackedLinear) -> NDArray[np.float32]:
+PATHS = [Path(np.float32, np.float32), Path(np.float32, np.uint16)]
+if HAS_BF16:
+    PATHS.append(Path(np.uint16, np.uint16))
+
+
+@pytest.fixture(params=PATHS, ids=lambda path: "*".join(path.codes))
+def path(request: pytest.FixtureRequest) -> Path:
+    chosen: Path = request.param
+    specialize(linear_cpu, linear.SIGNATURE.format(*chosen.codes))
+    specialize(embedding_cpu, linear.EMBEDDING_SIGNATURE.format(chosen.codes[1]))
+    return chosen
+
+
+def pack(path: Path, *parts: NDArray[Any], bias: list[NDArray[Any]] | None = None) -> PackedLinear:
+    shapes = packed_shapes(sum(map(len, parts)), parts[0].shape[1], path.weight)
+    panels, padded = np.full(shapes[0], 99, path.weight), np.full(shapes[1], np.nan, np.float32)
+    pack_linear(parts, bias, panels, padded)
+    return PackedLinear(panels, padded, sum(map(len, parts)), parts[0].shape[1])
+
+
+def multiply(path: Path, x: NDArray[Any], packed: PackedLinear) -> NDArray[np.float32]:
     out = np.full((len(x), packed.out_features), np.nan, np.float32)
+    x = x.view(np.uint16) if path.x is np.uint16 else x.astype(np.float32)
     linear_cpu(np.ascontiguousarray(x), packed.panels, packed.bias, out)
     return out
 
 
-def random(seed: int, *shape: int) -> NDArray[np.float32]:
-    return np.random.default_rng(seed).standard_normal(shape, np.float32)
+def random(seed: int, *shape: int) -> NDArray[Any]:
+    """Return bfloat16 numbers, which all paths take without rounding."""
+    return np.random.default_rng(seed).standard_normal(shape, np.float32).astype(ml_dtypes.bfloat16)
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-def test_result_equals_float64(shape: tuple[int, int]) -> None:
+def test_result_equals_float64(path: Path, shape: tuple[int, int]) -> None:
     weight, x, bias = random(0, *shape[::-1]), random(1, 13, shape[0]), random(2, shape[1])
 
-    out = multiply(x, pack(weight, bias))
+    out = multiply(path, x, pack(path, weight, bias=[bias]))
 
-    error = np.abs(out - (x.astype(np.float64) @ weight.T.astype(np.float64) + bias))
+    error = np.abs(out - (x.astype(np.float64) @ weight.T.astype(np.float64) + bias.astype(np.float64)))
     assert error.max() < 1e-5 * shape[0] ** 0.5, f"max error {error.max():.2e}, mean {error.mean():.2e}"
 
 
 @pytest.mark.parametrize("shape", [*SHAPES, (576, 49152)])
-def test_row_has_the_same_bits_for_every_number_of_rows(shape: tuple[int, int]) -> None:
-    packed = pack(random(0, *shape[::-1]))
+def test_row_has_the_same_bits_for_every_number_of_rows(path: Path, shape: tuple[int, int]) -> None:
+    packed = pack(path, random(0, *shape[::-1]))
     x = random(1, 130, shape[0])
-    whole = multiply(x, packed)
+    whole = multiply(path, x, packed)
 
     for num_rows in range(1, 130) if shape[1] < 4000 else (1, 2, 3, 7, 8, 9, 64):
-        assert np.array_equal(multiply(x[:num_rows], packed), whole[:num_rows]), num_rows
+        assert np.array_equal(multiply(path, x[:num_rows], packed), whole[:num_rows]), num_rows
 
 
-def test_row_has_the_same_bits_at_every_position_and_among_any_neighbours() -> None:
-    packed = pack(random(0, 960, 576))
-    x = random(1, 40, 576)
-    alone = multiply(x[:1], packed)[0]
+def test_row_has_the_same_bits_at_every_position_and_among_any_neighbours(path: Path) -> None:
+    packed = pack(path, random(0, 960, 577))
+    x = random(1, 40, 577)
+    alone = multiply(path, x[:1], packed)[0]
 
     for position in range(40):
-        moved = np.full((40, 576), np.nan, np.float32)
+        moved = np.full((40, 577), np.nan, ml_dtypes.bfloat16)
         moved[position] = x[0]
-        assert np.array_equal(multiply(moved, packed)[position], alone), position
+        assert np.array_equal(multiply(path, moved, packed)[position], alone), position
 
 
-def test_no_rows_give_no_rows() -> None:
-    assert multiply(np.empty((0, 7), np.float32), pack(random(0, 5, 7))).shape == (0, 5)
+def test_bfloat16_weights_lose_nothing_beside_float32_inputs() -> None:
+    exact, half = PATHS[:2]
+    weight, x = random(0, 100, 333), np.random.default_rng(1).standard_normal((9, 333), np.float32)
+    for path in (exact, half):
+        specialize(linear_cpu, linear.SIGNATURE.format(*path.codes))
+
+    assert np.array_equal(
+        multiply(exact, x, pack(exact, weight)),
+        multiply(half, x, pack(half, weight)),
+    )
+
+
+def test_parts_of_any_type_and_layout_are_stacked(path: Path) -> None:
+    first, second, third = random(0, 5, 70), random(1, 40, 70), random(2, 9, 70)
+    x, bias = random(3, 4, 70), random(4, 54)
+    parts = (first.astype(np.float16), np.asfortranarray(second), third.astype(np.float32)[:, :70])
+    stacked = np.concatenate([first.astype(np.float16).astype(ml_dtypes.bfloat16), second, third])
+
+    out = multiply(path, x, pack(path, *parts, bias=[bias[:5], bias[5:].astype(np.float32)]))
+
+    assert np.array_equal(out, multiply(path, x, pack(path, stacked, bias=[bias])))
+
+
+def test_weights_are_rounded_to_even() -> None:
+    weight = np.array([[1 + 2**-8, 1 + 3 * 2**-8, -1 - 2**-8 - 2**-20, 3e38]], np.float32)
+
+    packed = pack(PATHS[1], weight)
+
+    assert packed.panels.view(ml_dtypes.bfloat16)[0, :, 0].reshape(-1).tolist() == (
+        weight.astype(ml_dtypes.bfloat16)[0].tolist()
+    )
+
+
+def test_no_rows_give_no_rows(path: Path) -> None:
+    assert multiply(path, random(0, 0, 7), pack(path, random(0, 5, 7))).shape == (0, 5)
 
 
 @pytest.mark.parametrize("vocab_size", [96, 97])
-def test_embedding_returns_the_rows_of_the_same_weight(vocab_size: int) -> None:
-    weight = random(0, vocab_size, 33).astype(ml_dtypes.bfloat16).astype(np.float32)
-    packed = pack(weight)
+def test_embedding_returns_the_rows_of_the_same_weight(path: Path, vocab_size: int) -> None:
+    weight = random(0, vocab_size, 33)
+    packed = pack(path, weight)
     ids = np.array([0, vocab_size - 1, 31, 32, 31], np.int32)
     out = np.empty((5, 33), np.float32)
 
     embedding_cpu(ids, packed.panels, out)
 
-    assert np.array_equal(out, weight[ids])
+    assert np.array_equal(out, weight[ids].astype(np.float32))

@@ -73,7 +73,7 @@ class Layer:
         if self._device is None:
             specialize(rope_kv_write_cpu, rope_kv_write.SIGNATURE.format("f4"))
             rope_kv_write_cpu(q, k, v, *place, NONE, NONE, 1e-6, 0.0, False)
-            specialize(paged_attention_cpu, paged_attention.SIGNATURE.format("f4"))
+            specialize(paged_attention_cpu, paged_attention.SIGNATURE.format("f4", "f4"))
             to = out.reshape(len(q), NUM_HEADS, HEAD_DIM)
             tokens = (step.table, query_start, seq_lens)
             paged_attention_cpu(q, self.pool, 0, *tokens, scale, WINDOW, 0.0, NONE, to)
