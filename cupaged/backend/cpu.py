@@ -1,8 +1,8 @@
 """CpuBackend: NumPy arrays, the kernels' CPU twins, Numba's threads.
 
-In bfloat16 weights and KV cache are bfloat16, as uint16, and so is what goes into a linear layer if the
-CPU multiplies such numbers; all else is float32. In float32, and in float16, which is computed as that, a
-bfloat16 checkpoint's weights stay as they are, for they lose nothing, and all else is float32.
+In bfloat16 weights and KV cache are bfloat16, and so is what goes into a linear layer if the CPU multiplies
+such numbers; all else is float32. In float32, and in float16, which is computed as that, a bfloat16
+checkpoint's weights stay as they are, for they lose nothing, and all else is float32.
 """
 
 from collections.abc import Callable, Sequence
@@ -36,7 +36,7 @@ from cupaged.threads import ParallelRunner
 
 _KV_DTYPES = {"float32": np.float32, "float16": np.float32, "bfloat16": ml_dtypes.bfloat16}
 MOST_KV_CACHE = 4 << 30  # bytes that the KV cache takes unasked: others live on a host too
-_CODES = {np.dtype(np.float32): "f4", np.dtype(np.uint16): "u2"}  # in the kernels' signatures
+_CODES = {np.dtype(np.float32): "f4", np.dtype(ml_dtypes.bfloat16): "u2"}  # in the kernels' signatures
 _NONE = np.empty(0, np.float32)
 _NO_IDS = np.empty(0, np.int32)
 _NO_COUNTS = np.empty((0, 0), np.int32)
@@ -58,10 +58,10 @@ class CpuBackend:
             raise ValueError(f"quantization={quantization!r} is not supported yet; leave it out")
         self.dtype = np.dtype(np.float32)
         self.kv_dtype = np.dtype(_KV_DTYPES[dtype])
-        self._weight_dtype = np.dtype(np.uint16 if dtype == "bfloat16" else np.float32)
-        # Of what goes into a linear layer.
+        self._weight_dtype = self.kv_dtype
+        # Of what goes into a linear layer: what rms_norm, paged_attention, silu_mul and gather_rows return.
         self._input_dtype = self._weight_dtype if HAS_BF16 else np.dtype(np.float32)
-        kv, inputs = _CODES[self._weight_dtype], _CODES[self._input_dtype]
+        kv, inputs = _CODES[self.kv_dtype], _CODES[self._input_dtype]
         specialize(paged_attention.paged_attention_cpu, paged_attention.SIGNATURE.format(kv, inputs))
         specialize(rope_kv_write.rope_kv_write_cpu, rope_kv_write.SIGNATURE.format(kv))
         specialize(rms_norm.rms_norm_cpu, rms_norm.SIGNATURE.format(inputs))
@@ -158,13 +158,13 @@ class CpuBackend:
         weights = [part["weight"] for part in parts]
         out_features, in_features = sum(map(len, weights)), weights[0].shape[1]
         exact = all(weight.dtype == ml_dtypes.bfloat16 for weight in weights)
-        dtype = np.dtype(np.uint16) if exact else self._weight_dtype
+        dtype = np.dtype(ml_dtypes.bfloat16) if exact else self._weight_dtype
         shapes = linear.packed_shapes(out_features, in_features, dtype)
         panels, padded = self._keep(shapes[0], dtype), self._keep(shapes[1], np.float32)
         if not self._arena.measuring:
             specialize(linear.linear_cpu, linear.SIGNATURE.format(_CODES[self._input_dtype], _CODES[dtype]))
             specialize(linear.embedding_cpu, linear.EMBEDDING_SIGNATURE.format(_CODES[dtype]))
-            self._runner.run([(linear.pack_linear, (weights, bias, panels, padded))])
+            self._runner.run([(linear.pack_linear, (weights, bias, _bits(panels), padded))])
         return PackedLinear(panels, padded, out_features, in_features)
 
     def _keep(self, shape: tuple[int, ...], dtype: Any) -> Array:
@@ -216,7 +216,7 @@ class CpuBackend:
     ) -> None:
         """Norm and rotate q and k, write k and v to their slots."""
         norms = (_NONE if q_norm is None else q_norm, _NONE if k_norm is None else k_norm)
-        place = (_words(kv.pool), kv.layer, batch.positions, batch.slot_mapping)
+        place = (kv.pool, kv.layer, batch.positions, batch.slot_mapping)
         self._run(rope_kv_write.rope_kv_write_cpu, q, k, v, *place, cos_sin, *norms, eps, 0.0, False)
 
     def paged_attention(
@@ -233,7 +233,7 @@ class CpuBackend:
         out = self._arena.take(q.shape, self._input_dtype)
         sequences = (batch.block_tables, batch.query_start, batch.seq_lens)
         mask = (scale, sliding_window, softcap, _NONE if sinks is None else sinks)
-        args = (q, _words(kv.pool), kv.layer, *sequences, *mask, out)
+        args = (q, kv.pool, kv.layer, *sequences, *mask, out)
         self._run(paged_attention.paged_attention_cpu, *args)
         return out.reshape(q.shape[0], -1)
 
@@ -300,12 +300,13 @@ class CpuBackend:
     def _run(self, kernel: Callable[..., None], *args: Any) -> None:
         """Run a kernel on this backend's threads; not while only sizes are counted."""
         if not self._arena.measuring:
-            self._replay.run((kernel, args))
+            self._replay.run((kernel, tuple(map(_bits, args))))
 
 
-def _words(pool: Array) -> Array:
-    """Return the pool as the kernels take it: bfloat16 as its bits."""
-    return pool.view(np.uint16) if pool.dtype == ml_dtypes.bfloat16 else pool
+def _bits(array: Any) -> Any:
+    """Return the array as kernels take it: bfloat16 as uint16, of which Numba knows."""
+    is_half = isinstance(array, np.ndarray) and array.dtype == ml_dtypes.bfloat16
+    return array.view(np.uint16) if is_half else array
 
 
 def _bytes(pool: Array) -> Array:

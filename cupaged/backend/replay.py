@@ -1,4 +1,4 @@
-"""Replay: the kernel calls of a forward, kept for the next step of the same shape.
+"""Replay: the kernel calls of a step of decodes, kept for the next one of the same shape.
 
 Python spends as long on a small step's three hundred calls as memory does on its weights: cutting results
 from the arena, reshaping them, finding the next layer. A step that has the shape of an earlier one, in the
@@ -45,6 +45,8 @@ class Replay:
 
     def run_forward(self, batch: Batch, forward: Callable[[], Array]) -> Array:
         """Return forward(), or make the calls that it made for such a batch before."""
+        if not batch.num_decodes == batch.num_seqs == batch.num_tokens:
+            return forward()  # seldom has a second of its shape, and is long enough
         arena, key = self._arena, _shape(batch)
         if (found := self._recorded.get(key)) and found.before == arena.state():
             self._recorded.move_to_end(key)
@@ -67,5 +69,4 @@ def _shape(batch: Batch) -> tuple[int, ...]:
 
     The buffer is told by its id: as long as a record keeps its arrays, no other can have that.
     """
-    sizes = (batch.num_tokens, batch.num_seqs, batch.num_decodes, batch.block_tables.shape[1])
-    return (id(batch.buffer), *batch.bucket, *sizes)
+    return (id(batch.buffer), *batch.bucket, batch.num_seqs, batch.block_tables.shape[1])

@@ -61,7 +61,7 @@ def test_half_precision_checkpoint_computes_as_its_float32_values(tmp_path: Path
     np.testing.assert_array_equal(half, single)
 
 
-def test_bfloat16_cache_stays_near_the_float32_one(tmp_path: Path) -> None:
+def test_bfloat16_stays_near_float32(tmp_path: Path) -> None:
     write_tiny_model(tmp_path, CASES["llama"])
 
     exact, rounded = (
@@ -69,4 +69,4 @@ def test_bfloat16_cache_stays_near_the_float32_one(tmp_path: Path) -> None:
         for dtype in ("float32", "bfloat16")
     )
 
-    assert 0 < np.abs(rounded - exact).max() < 0.02 * np.abs(exact).max()
+    assert 0 < np.abs(rounded - exact).max() < 0.05 * np.abs(exact).max()
