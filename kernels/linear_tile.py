@@ -27,6 +27,7 @@ from cupaged.kernels.intrinsics import FLOATS, HAS_AVX512, INT, LANES, WORDS
 cgutils: Any = _cgutils  # untyped
 # Rows and blocks of a tile: rows * blocks accumulators leave room for the weights in the vector registers.
 MOST_ROWS, MOST_BLOCKS = (8, 3) if HAS_AVX512 else (4, 1)
+FETCHING_ROWS = 4  # from which on a tile computes long enough to fetch the next one's weights meanwhile
 _ROWS = [rows for rows in (8, 4, 2, 1) if rows <= MOST_ROWS]
 _BLOCKS = sorted({MOST_BLOCKS, 1}, reverse=True)
 
@@ -85,7 +86,7 @@ class _Tile:
         steps = builder.udiv(depth, INT(self.pair)) if self.pair > 1 else depth
         with cgutils.for_range(builder, steps) as loop:
             ahead = builder.add(at.ahead, builder.mul(loop.index, INT(LANES * self.pair)))
-            for j in range(blocks):
+            for j in range(blocks if rows >= FETCHING_ROWS else 0):
                 place = builder.add(ahead, builder.mul(INT(j), at.block_stride))
                 intrinsics.prefetch(builder, builder.gep(self.weight, [place]))
             intrinsics.keep_loop(builder)

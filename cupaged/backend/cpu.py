@@ -6,6 +6,7 @@ checkpoint's weights stay as they are, for they lose nothing, and all else is fl
 """
 
 from collections.abc import Callable, Sequence
+from math import prod
 from typing import Any
 
 import ml_dtypes
@@ -72,6 +73,8 @@ class CpuBackend:
         self._runner = ParallelRunner(num_threads)
         self._replay = Replay(self._runner, self._arena)
         self._kept_bytes = 0  # of what lives as long as the model, counted while measuring
+        self._weight_bytes = 0  # of matrices, counted while measuring, then as they are packed
+        self._weights = np.empty(0, np.uint8)
 
     def available_memory(self) -> int:
         """Return the bytes that machine and container can still give."""
@@ -87,13 +90,18 @@ class CpuBackend:
 
     def measure(self, limits: Limits, rehearse: Callable[[], Any]) -> MemoryUse:  # noqa: ARG002
         """Return the bytes of weights and arena, without memory and without arithmetic."""
-        self._kept_bytes = 0
+        self._kept_bytes = self._weight_bytes = 0
         arena = self._arena.measure(rehearse) + HostMemory.alignment  # which it takes to begin at a multiple
-        return MemoryUse(self._kept_bytes, 0, arena, 0)
+        weights = self._kept_bytes + self._weight_bytes + HostMemory.alignment
+        return MemoryUse(weights, 0, arena, 0)
 
     def allocate(self, limits: Limits, use: MemoryUse) -> None:  # noqa: ARG002
-        """Allocate what operations return their results in; weights are, as they are prepared."""
+        """Allocate what operations return their results in, and what matrices are packed in.
+
+        All matrices in one piece, or the many that are small would not get huge pages.
+        """
         self._arena.create(use.activations - HostMemory.alignment)
+        self._weights, self._weight_bytes = HostMemory().allocate(self._weight_bytes), 0
 
     def create_pool(self, shape: tuple[int, ...]) -> Array:
         """Return a KV cache pool of zeros: a block read before it was written shows alike in every run."""
@@ -168,10 +176,14 @@ class CpuBackend:
         return PackedLinear(panels, padded, out_features, in_features)
 
     def _keep(self, shape: tuple[int, ...], dtype: Any) -> Array:
-        """Return an array that lives as long as the model."""
-        array = no_memory(shape, dtype) if self._arena.measuring else np.empty(shape, dtype)
-        self._kept_bytes += array.nbytes
-        return array
+        """Return an array for a part of a matrix, out of the memory for all of them if they were measured."""
+        first, kind = self._weight_bytes, np.dtype(dtype)
+        self._weight_bytes += -(-prod(shape) * kind.itemsize // HostMemory.alignment) * HostMemory.alignment
+        if self._arena.measuring:
+            return no_memory(shape, kind)
+        if self._weight_bytes > len(self._weights):
+            return np.empty(shape, kind)
+        return HostMemory().view(self._weights, first, shape, kind)
 
     def prepare_vector(self, weight: NDArray[Any]) -> Array:
         """Return a float32 copy."""
