@@ -4,9 +4,9 @@ from typing import Any
 
 import numpy as np
 
-from cupaged.jit import njit, njit_inner, prange
+from cupaged.jit import njit, njit_inner
 from cupaged.kernels.bits import exp, store
-from cupaged.kernels.chunks import chunk_range, num_chunks
+from cupaged.kernels.chunks import num_chunks
 from cupaged.kernels.launch import (
     Array,
     Device,
@@ -16,6 +16,7 @@ from cupaged.kernels.launch import (
     row_stride,
     row_units,
 )
+from cupaged.kernels.parallel import parallel_for
 
 THREADS = 128  # a block
 GRAIN = 1 << 14  # results, 5 us of a CPU's work
@@ -43,15 +44,10 @@ def silu_mul_rows(gate_up: Any, out: Any, rows: Any) -> None:
 SIGNATURE = "void(f4[:,::1],{}[:,::1])"
 
 
-@njit(parallel=True)
+@njit
 def silu_mul_cpu(gate_up: Any, out: Any) -> None:
     """Set out [n, size] to silu(gate) * up of gate_up [n, 2 * size]."""
-    num_rows, pieces = out.shape[0], num_chunks(out.size, GRAIN)
-    if pieces == 1:  # without what a parallel loop costs
-        silu_mul_rows(gate_up, out, (0, num_rows))
-    else:
-        for chunk in prange(pieces):
-            silu_mul_rows(gate_up, out, chunk_range(num_rows, chunk, pieces))
+    parallel_for(silu_mul_rows, out.shape[0], num_chunks(out.size, GRAIN), (gate_up, out))
 
 
 def silu_mul_cuda(device: Device, gate_up: Array, out: Array) -> None:
@@ -72,15 +68,10 @@ def gelu_tanh_mul_rows(gate_up: Any, out: Any, rows: Any) -> None:
             products[j] = store(products[j], gate * sigmoid(doubled) * ups[j])
 
 
-@njit(parallel=True)
+@njit
 def gelu_tanh_mul_cpu(gate_up: Any, out: Any) -> None:
     """Set out [n, size] to gelu(gate) * up of gate_up [n, 2 * size], GELU by its tanh approximation."""
-    num_rows, pieces = out.shape[0], num_chunks(out.size, GRAIN)
-    if pieces == 1:
-        gelu_tanh_mul_rows(gate_up, out, (0, num_rows))
-    else:
-        for chunk in prange(pieces):
-            gelu_tanh_mul_rows(gate_up, out, chunk_range(num_rows, chunk, pieces))
+    parallel_for(gelu_tanh_mul_rows, out.shape[0], num_chunks(out.size, GRAIN), (gate_up, out))
 
 
 def gelu_tanh_mul_cuda(device: Device, gate_up: Array, out: Array) -> None:

@@ -4,10 +4,11 @@ from typing import Any
 
 import numpy as np
 
-from cupaged.jit import njit, njit_inner, prange
+from cupaged.jit import njit, njit_inner
 from cupaged.kernels.bits import store
-from cupaged.kernels.chunks import chunk_range, num_chunks
+from cupaged.kernels.chunks import num_chunks
 from cupaged.kernels.launch import Array, Device, element_type, require_packed, row_stride, row_units
+from cupaged.kernels.parallel import parallel_for
 
 MAX_THREADS = 512  # of a block, which has one row
 HELD = 2  # 16-byte units of a row that each thread keeps in registers
@@ -36,15 +37,10 @@ def norm_rows(x: Any, weight: Any, eps: Any, out: Any, weight_offset: Any, rows:
 SIGNATURE = "void(f4[:,::1],f4[::1],f4,{}[:,::1],f4)"
 
 
-@njit(parallel=True)
+@njit
 def rms_norm_cpu(x: Any, weight: Any, eps: Any, out: Any, weight_offset: Any) -> None:
     """Set out to x / rms(x) * (weight_offset + weight), by rows. x, out [n, hidden]; the offset is 0 or 1."""
-    num_rows, pieces = x.shape[0], num_chunks(x.size, GRAIN)
-    if pieces == 1:  # without what a parallel loop costs
-        norm_rows(x, weight, eps, out, weight_offset, (0, num_rows))
-    else:
-        for chunk in prange(pieces):
-            norm_rows(x, weight, eps, out, weight_offset, chunk_range(num_rows, chunk, pieces))
+    parallel_for(norm_rows, x.shape[0], num_chunks(x.size, GRAIN), (x, weight, eps, out, weight_offset))
 
 
 def rms_norm_cuda(
@@ -71,16 +67,11 @@ def add_norm_rows(
 ADD_SIGNATURE = "void(f4[:,::1],f4[::1],f4,f4[:,::1],{}[:,::1],f4)"
 
 
-@njit(parallel=True)
+@njit
 def add_rms_norm_cpu(x: Any, weight: Any, eps: Any, residual: Any, out: Any, weight_offset: Any) -> None:
     """Do residual += x, then set out to the norm of residual."""
-    num_rows, pieces = x.shape[0], num_chunks(x.size, GRAIN)
-    if pieces == 1:
-        add_norm_rows(x, weight, eps, residual, out, weight_offset, (0, num_rows))
-    else:
-        for chunk in prange(pieces):
-            rows = chunk_range(num_rows, chunk, pieces)
-            add_norm_rows(x, weight, eps, residual, out, weight_offset, rows)
+    args = (x, weight, eps, residual, out, weight_offset)
+    parallel_for(add_norm_rows, x.shape[0], num_chunks(x.size, GRAIN), args)
 
 
 def add_rms_norm_cuda(

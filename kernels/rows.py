@@ -3,10 +3,11 @@
 from math import prod
 from typing import Any
 
-from cupaged.jit import njit, njit_inner, prange
+from cupaged.jit import njit, njit_inner
 from cupaged.kernels.bits import load, store
-from cupaged.kernels.chunks import chunk_range, num_chunks
+from cupaged.kernels.chunks import num_chunks
 from cupaged.kernels.launch import Array, Device, ceil_div, require_packed, row_stride, row_units
+from cupaged.kernels.parallel import parallel_for
 
 SAMPLES, INPUT_FROM_LAST_TOKEN = 1, 2  # bits of a sequence's flags, as in batch.Flag
 THREADS = 256  # a block
@@ -28,15 +29,10 @@ def gather_range(x: Any, index: Any, out: Any, places: Any) -> None:
 SIGNATURE = "void({}[:,::1],i4[::1],{}[:,::1])"
 
 
-@njit(parallel=True)
+@njit
 def gather_rows_cpu(x: Any, index: Any, out: Any) -> None:
     """Set out[i] to x[index[i]]; at index -1, padding, it stays as it is."""
-    num_rows, pieces = index.shape[0], num_chunks(out.size, GRAIN)
-    if pieces == 1:  # without what a parallel loop costs
-        gather_range(x, index, out, (0, num_rows))
-    else:
-        for chunk in prange(pieces):
-            gather_range(x, index, out, chunk_range(num_rows, chunk, pieces))
+    parallel_for(gather_range, index.shape[0], num_chunks(out.size, GRAIN), (x, index, out))
 
 
 def gather_rows_cuda(device: Device, x: Array, index: Array, out: Array) -> None:
