@@ -8,22 +8,29 @@ compiles in a third of the time. One piece runs on the calling thread, which cos
 from collections.abc import Callable
 from typing import Any
 
-import numba as _numba
 from llvmlite import ir
 from numba.core import cgutils as _cgutils
 from numba.core import types
-from numba.extending import intrinsic
+from numba.extending import lower_builtin, type_callable
 
 from cupaged.kernels.chunks import chunk_range
 
-numba: Any = _numba  # untyped
-cgutils: Any = _cgutils
+cgutils: Any = _cgutils  # untyped
 _INT = ir.IntType(64)
 _POINTER = ir.IntType(8).as_pointer()
 _VOID = ir.VoidType()
 # What Numba's threads call: (arrays, numbers of items, steps between them, data), as NumPy's ufuncs are.
 _TASK = ir.FunctionType(_VOID, [_POINTER.as_pointer(), _INT.as_pointer(), _INT.as_pointer(), _POINTER])
 _RANGE: Any = types.UniTuple(types.intp, 2)  # type: ignore[no-untyped-call]
+
+
+def parallel_for(body: Callable[..., None], n: int, pieces: int, args: tuple[Any, ...]) -> None:
+    """Call body(*args, (first, last)) for each of the pieces, one or more, into which n items are cut.
+
+    `body` is an njit function. If it raises, so does the loop, a RuntimeError where there are several pieces.
+    """
+    for piece in range(pieces):
+        body(*args, chunk_range(n, piece, pieces))
 
 
 class _Body:
@@ -93,30 +100,28 @@ def _emit_loop(context: Any, builder: Any, body: _Body, n: Any, pieces: Any, arg
         context.call_conv.return_user_exc(builder, RuntimeError, ("a piece of a parallel loop failed",))
 
 
-def _type_parallel_for(_context: Any, body: Any, n: Any, pieces: Any, args: Any) -> Any:  # noqa: ARG001
-    compiled = _Body(body.dispatcher, args)
+@type_callable(parallel_for)
+def _type_parallel_for(_context: Any) -> Any:
+    def typed(body: Any, n: Any, pieces: Any, args: Any) -> Any:  # noqa: ARG001
+        _Body(body.dispatcher, args)
+        return types.none
 
-    def emit(context: Any, builder: Any, _signature: Any, values: Any) -> Any:
-        _, n, pieces, args = values
-        compiled.link(context)
-        with builder.if_else(builder.icmp_signed("<=", pieces, _INT(1))) as (one, several):
-            with one:
-                status = compiled.call(context, builder, args, [_INT(0), n])
-                with cgutils.if_unlikely(builder, status.is_error):
-                    context.call_conv.return_status_propagate(builder, status)
-            with several:
-                _emit_loop(context, builder, compiled, n, pieces, args)
-        return context.get_dummy_value()
-
-    return types.none(body, types.intp, types.intp, args), emit
+    return typed
 
 
-def _run_in_turn(body: Callable[..., None], n: int, pieces: int, args: tuple[Any, ...]) -> None:
-    for piece in range(pieces):
-        body(*args, chunk_range(n, piece, pieces))
-
-
-# parallel_for(body, n, pieces, args): call body(*args, (first, last)) for each of the pieces, one or more,
-# into which n items are cut. `body` is an njit function. If it raises, so does the loop, a RuntimeError where
-# there are several pieces. Not by an overload: that would compile one more function a kernel.
-parallel_for: Any = _run_in_turn if numba.config.DISABLE_JIT else intrinsic(_type_parallel_for)
+# Not an overload, which would be one more function to compile for each kernel.
+@lower_builtin(parallel_for, types.Dispatcher, types.Integer, types.Integer, types.BaseTuple)
+def _lower_parallel_for(context: Any, builder: Any, signature: Any, values: Any) -> Any:
+    kinds = signature.args
+    body = _Body(kinds[0].dispatcher, kinds[3])
+    n, pieces = (context.cast(builder, values[i], kinds[i], types.intp) for i in (1, 2))
+    args = values[3]
+    body.link(context)
+    with builder.if_else(builder.icmp_signed("<=", pieces, _INT(1))) as (one, several):
+        with one:
+            status = body.call(context, builder, args, [_INT(0), n])
+            with cgutils.if_unlikely(builder, status.is_error):
+                context.call_conv.return_status_propagate(builder, status)
+        with several:
+            _emit_loop(context, builder, body, n, pieces, args)
+    return context.get_dummy_value()
