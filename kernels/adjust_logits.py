@@ -12,9 +12,12 @@ from typing import Any
 
 import numpy as np
 
-from cupaged.jit import njit, prange
+from cupaged.jit import njit
+from cupaged.kernels.chunks import num_chunks
 from cupaged.kernels.launch import Array, Device, Kernel, ceil_div, row_stride
+from cupaged.kernels.parallel import parallel_for
 
+GRAIN = 1 << 16  # logits, 8 us of a CPU's work
 THREADS = 256  # of a CUDA block, which has
 CHUNK = 4096  # tokens of a row
 
@@ -41,9 +44,46 @@ def penalise(z: Any, count: Any, penalties: Any) -> Any:
 
 
 @njit
+def penalise_row(row: Any, counted: Any, penalties: Any) -> None:
+    """Penalise the logits of the tokens that were counted."""
+    if penalties[0] != 1 or penalties[1] != 0 or penalties[2] != 0:
+        for j in range(row.shape[0]):
+            row[j] = penalise(row[j], counted[j], penalties)
+
+
+@njit
 def ragged(start: Any, seq: int) -> Any:
     """Return the places of a sequence's part; none where there are no starts."""
     return range(start[seq], start[seq + 1]) if start.shape[0] > 0 else range(0)
+
+
+@njit
+def adjust_rows(
+    logits: Any,
+    logit_seq: Any,
+    logit_target: Any,
+    penalties: Any,
+    biases: Any,
+    bans: Any,
+    adjusted: Any,
+    places: Any,
+) -> None:
+    """Set the adjusted rows [first, last) that are sampled from."""
+    rows, counts, repetition, frequency, presence = penalties
+    bias_start, bias_ids, bias = biases
+    banned_start, banned = bans
+    for i in range(*places):
+        if logit_target[i] < 0:
+            seq, row, out = logit_seq[i], logits[i], adjusted[i]
+            for j in range(row.shape[0]):
+                out[j] = number(row[j])
+            for k in ragged(bias_start, seq):
+                out[bias_ids[k]] += bias[k]
+            if counts.shape[0] > 0:
+                penalise_row(out, counts[rows[seq]], (repetition[seq], frequency[seq], presence[seq]))
+            bits = out.view(np.uint32)
+            for k in ragged(banned_start, seq):
+                bits[banned[k]] = BANNED
 
 
 _SIGNATURE = (
@@ -52,7 +92,7 @@ _SIGNATURE = (
 )
 
 
-@njit(signatures=[_SIGNATURE], parallel=True)
+@njit(signatures=[_SIGNATURE])
 def adjust_logits_cpu(
     logits: Any,  # float32[n, vocab_size]
     logit_seq: Any,  # int32[n], the sequence of each row
@@ -70,24 +110,10 @@ def adjust_logits_cpu(
     adjusted: Any,  # float32[n, vocab_size]
 ) -> None:
     """Set the adjusted rows that are sampled from."""
-    for i in prange(logits.shape[0]):
-        if logit_target[i] < 0:
-            seq, row, out = logit_seq[i], logits[i], adjusted[i]
-            for j in range(row.shape[0]):
-                out[j] = number(row[j])
-            for k in ragged(bias_start, seq):
-                out[bias_ids[k]] += bias[k]
-            if counts.shape[0] > 0:
-                penalties = (repetition_penalty[seq], frequency_penalty[seq], presence_penalty[seq])
-                if penalties[0] != 1 or penalties[1] != 0 or penalties[2] != 0:
-                    counted = counts[rows[seq]]
-                    for j in range(row.shape[0]):
-                        out[j] = penalise(out[j], counted[j], penalties)
-            bits = out.view(np.uint32)
-            for k in (
-                range(banned_start[seq], banned_start[seq + 1]) if banned_start.shape[0] > 0 else range(0)
-            ):
-                bits[banned[k]] = BANNED
+    penalties = (rows, counts, repetition_penalty, frequency_penalty, presence_penalty)
+    biases, bans = (bias_start, bias_ids, bias), (banned_start, banned)
+    args = (logits, logit_seq, logit_target, penalties, biases, bans, adjusted)
+    parallel_for(adjust_rows, logits.shape[0], num_chunks(logits.size, GRAIN), args)
 
 
 @njit(signatures=["void(i4[::1],i4[::1],i4[::1],i4[::1],i4[::1],i4[:,::1])"])

@@ -15,9 +15,9 @@ ONE = 2**40  # the mass of the most likely token; 2**22 of them add up to 2**62
 KEY_OF_MINUS_INFINITY = np.uint32(0x007FFFFF)
 KEY_OF_INFINITY = np.uint32(0xFF800000)
 GREEDY_TEMPERATURE = np.float32(1e-5)  # below it a row takes the most likely token, as in vLLM
+SMALLEST_EXPONENT = np.float32(-28.0)  # e**-28 is less than a unit of mass
 LARGEST_TEMPERATURE = np.float32(2.0**126)  # its reciprocal is a normal number
 
-_SMALLEST_EXPONENT = np.float32(-28.0)  # e**-28 is less than a unit of mass
 _WORD = np.uint64(32)  # bits
 _LN_2 = np.uint64(186065279)  # in units of 2**-28
 
@@ -31,7 +31,7 @@ def inverse(temperature: Any) -> Any:
 @njit
 def to_mass(x: Any) -> Any:
     """Return floor(e**x * ONE) as int64, by the float32 polynomial of `exp`, for x <= 0; 0 of NaN."""
-    y = x if x > _SMALLEST_EXPONENT else _SMALLEST_EXPONENT
+    y = x if x > SMALLEST_EXPONENT else SMALLEST_EXPONENT
     return np.int64(exp(y) * np.float32(ONE))
 
 

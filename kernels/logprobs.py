@@ -9,12 +9,16 @@ from typing import Any
 
 import numpy as np
 
-from cupaged.jit import njit, prange
-from cupaged.kernels.exact import GREEDY_TEMPERATURE, inverse, log_of, to_mass
+from cupaged.jit import njit
+from cupaged.kernels.chunks import num_chunks
+from cupaged.kernels.exact import GREEDY_TEMPERATURE, inverse, log_of, rank_key
 from cupaged.kernels.launch import Array, Device, row_stride
+from cupaged.kernels.parallel import parallel_for
+from cupaged.kernels.ranking import BLOCK, find_first, find_tops, lowest_key, weigh_blocks
 
 SCALED_LOGPROBS = 8  # a bit of a sequence's flags, as in batch.Flag
 UNIT = 2.0**-32  # of log_of
+GRAIN = 1 << 14  # logits, 10 us of a CPU's work
 THREADS = 1024  # of a CUDA block, which has one row
 SHARED_BYTES = 32 << 10  # a counter of each lane and step
 MAX_TOP = 128  # tokens
@@ -35,39 +39,84 @@ def scale_of(target: int, flags: int, temperature: Any) -> Any:
 
 
 @njit
-def log_sum_exp(row: Any, scale: Any) -> Any:
-    """Return the greatest logit and log(sum(exp((row - greatest) * scale))), 0 where that is not finite."""
-    top, total = np.float32(-np.inf), 0
-    for j in range(row.shape[0]):
-        if row[j] > top:
-            top = row[j]
+def log_sum_exp(row: Any, tops: Any, top: Any, scale: Any) -> Any:
+    """Return log(sum(exp((row - top) * scale))) of the greatest logit `top`; 0 where that is not finite."""
     if not abs(top) < np.inf:
-        return np.float64(top), 0.0
-    for j in range(row.shape[0]):
-        total += to_mass((row[j] - top) * scale)
-    return np.float64(top), log_of(total) * UNIT
+        return 0.0
+    softmax = (top, scale)
+    return log_of(weigh_blocks(row, tops, softmax, lowest_key(softmax, 0.0), 1).sum()) * UNIT
 
 
 @njit
-def find_top(row: Any, token_ids: Any, logits: Any) -> None:
+def find_top(row: Any, tops: Any, token_ids: Any, logits: Any) -> None:
     """Fill token_ids and their logits with the greatest of the row, the lower id first among equals."""
     filled, limit = 0, token_ids.shape[0]
-    for j in range(row.shape[0] if limit > 0 else 0):
-        x = number(row[j])
-        if filled == limit and not x > logits[limit - 1]:
+    keys = logits.view(np.uint32)
+    for b in range(tops.shape[0]):
+        if filled == limit and (limit == 0 or tops[b] <= rank_key(keys[limit - 1])):
             continue
-        place = min(filled, limit - 1)
-        while place > 0 and x > logits[place - 1]:
-            token_ids[place], logits[place] = token_ids[place - 1], logits[place - 1]
-            place -= 1
-        token_ids[place], logits[place] = j, x
-        filled = min(filled + 1, limit)
+        for j in range(b * BLOCK, min((b + 1) * BLOCK, row.shape[0])):
+            x = number(row[j])
+            if filled == limit and not x > logits[limit - 1]:
+                continue
+            place = min(filled, limit - 1)
+            while place > 0 and x > logits[place - 1]:
+                token_ids[place], logits[place] = token_ids[place - 1], logits[place - 1]
+                place -= 1
+            token_ids[place], logits[place] = j, x
+            filled = min(filled + 1, limit)
+
+
+@njit
+def find_rank(row: Any, tops: Any, logit: Any) -> int:
+    """Return 1 + how many logits are greater; logit is of [1]."""
+    rank, key = 1, rank_key(logit.view(np.uint32)[0])
+    for b in range(tops.shape[0]):
+        if tops[b] > key:
+            part = row[b * BLOCK : (b + 1) * BLOCK]
+            for j in range(part.shape[0]):
+                rank += part[j] > logit[0]
+    return rank
+
+
+@njit
+def rank_row(row: Any, scale: Any, token_ids: Any, logprobs: Any) -> int:
+    """Fill logprobs of token_ids[0] and of the top ones, which go behind it; return the first one's rank."""
+    tops = find_tops(row.view(np.uint32))
+    logprobs[0] = number(row[token_ids[0]])
+    find_top(row, tops, token_ids[1:], logprobs[1:])
+    rank = find_rank(row, tops, logprobs[:1])
+    top = number(row[find_first(row.view(np.uint32), tops)])
+    log_total = log_sum_exp(row, tops, top, scale)
+    for n in range(logprobs.shape[0]):
+        logprobs[n] = (np.float64(logprobs[n]) - np.float64(top)) * np.float64(scale) - log_total
+    return rank
+
+
+@njit
+def rank_rows(
+    logits: Any,
+    logit_seq: Any,
+    logit_target: Any,
+    by_seq: Any,
+    token_ids: Any,
+    logprobs: Any,
+    ranks: Any,
+    rows: Any,
+) -> None:
+    """Fill the rows [first, last) of token_ids, logprobs and ranks."""
+    sampled, flags, temperature = by_seq
+    for i in range(*rows):
+        seq, target = logit_seq[i], logit_target[i]
+        token_ids[i, 0] = target if target >= 0 else sampled[seq]
+        scale = scale_of(target, flags[seq], temperature[seq])
+        ranks[i] = rank_row(logits[i], scale, token_ids[i], logprobs[i])
 
 
 _SIGNATURE = "void(f4[:,::1],i4[::1],i4[::1],i4[::1],i4[::1],f4[::1],i4[:,::1],f4[:,::1],i4[::1])"
 
 
-@njit(signatures=[_SIGNATURE], parallel=True)
+@njit(signatures=[_SIGNATURE])
 def logprobs_cpu(
     logits: Any,  # float32[n, vocab_size]
     logit_seq: Any,  # int32[n], the sequence of each row
@@ -83,19 +132,9 @@ def logprobs_cpu(
 
     Where a sequence flagged SCALED_LOGPROBS samples, logits count divided by its temperature, if that is one.
     """
-    for i in prange(logits.shape[0]):
-        row = logits[i]
-        target = logit_target[i] if logit_target[i] >= 0 else sampled[logit_seq[i]]
-        token_ids[i, 0], logprobs[i, 0] = target, number(row[target])
-        find_top(row, token_ids[i, 1:], logprobs[i, 1:])
-        rank = 1
-        for j in range(row.shape[0]):
-            rank += row[j] > logprobs[i, 0]
-        ranks[i] = rank
-        scale = scale_of(logit_target[i], flags[logit_seq[i]], temperature[logit_seq[i]])
-        top, log_total = log_sum_exp(row, scale)
-        for n in range(logprobs.shape[1]):
-            logprobs[i, n] = (np.float64(logprobs[i, n]) - top) * np.float64(scale) - log_total
+    by_seq = (sampled, flags, temperature)
+    args = (logits, logit_seq, logit_target, by_seq, token_ids, logprobs, ranks)
+    parallel_for(rank_rows, logits.shape[0], num_chunks(logits.size, GRAIN), args)
 
 
 def logprobs_cuda(

@@ -14,8 +14,9 @@ from typing import Any
 
 import numpy as np
 
-from cupaged.jit import njit, prange
+from cupaged.jit import njit
 from cupaged.kernels.adjust_logits import BANNED
+from cupaged.kernels.chunks import num_chunks
 from cupaged.kernels.exact import (
     GREEDY_TEMPERATURE,
     KEY_OF_INFINITY,
@@ -25,151 +26,145 @@ from cupaged.kernels.exact import (
     inverse,
     portion,
     rank_key,
-    to_mass,
 )
 from cupaged.kernels.launch import Array, Device, row_stride
+from cupaged.kernels.parallel import parallel_for
 from cupaged.kernels.philox import random_word
+from cupaged.kernels.ranking import (
+    ALL,
+    BLOCK,
+    collect,
+    find_cut,
+    find_first,
+    find_tops,
+    lowest_key,
+    weigh,
+    weigh_blocks,
+)
 
-BLOCK = 256  # tokens; what a block's greatest key rules out is not looked at again
-SHIFTS = (21, 10, 0)  # the ranking is found by 11, 11 and 10 bits of the keys
-NUM_BINS = (2048, 2048, 1024)
+GRAIN = 1 << 14  # logits, of which 5 us are spent on the cheapest rows
+FIRST_SHARE = 2.0**-6  # of the first token's mass, that those have which are looked at first
 THREADS = 1024  # of a CUDA block, which has one row
 SHARED_BYTES = 96 << 10  # three counters of each lane and step
-ALL = 2**62  # more tokens and more mass than there are
 
 
 @njit
 def find_greedy(bits: Any, tops: Any) -> Any:
-    """Return the maximum's lowest id and its key; fill tops with the greatest key of each block.
+    """Return the maximum's lowest id and its key.
 
     Where nothing is above minus infinity that is the lowest id that is not banned, or 0.
     """
-    best, block = np.uint32(0), 0
-    for b in range(tops.shape[0]):
-        part = bits[b * BLOCK : (b + 1) * BLOCK]
-        top = np.uint32(0)
-        for j in range(part.shape[0]):
-            top = max(top, rank_key(part[j]))
-        tops[b] = top
-        if top > best:
-            best, block = top, b
-    token = block * BLOCK
-    if best > KEY_OF_MINUS_INFINITY:
-        while rank_key(bits[token]) != best:
-            token += 1
-        return token, best
+    token = find_first(bits, tops)
+    top = rank_key(bits[token])
+    if top > KEY_OF_MINUS_INFINITY:
+        return token, top
+    token = 0
     while token < bits.shape[0] and bits[token] == BANNED:
         token += 1
-    return (token if token < bits.shape[0] else 0), best
+    return (token if token < bits.shape[0] else 0), top
 
 
 @njit
-def weigh(row: Any, softmax: Any, keep: Any, keys: Any, masses: Any) -> int:
-    """Fill keys and masses with those of a block's tokens, mass 0 where `keep` says so; return its mass."""
-    z_max, scale = softmax
-    cut, end, least = keep
-    bits = row.view(np.uint32)
-    total = 0
-    for j in range(row.shape[0]):
-        key = rank_key(bits[j])
-        mass = to_mass((row[j] - z_max) * scale)
-        kept = mass >= least and (key > cut or (key == cut and j < end))
-        keys[j] = key
-        masses[j] = mass if kept else 0
-        total += masses[j]
-    return total
-
-
-@njit
-def count_bins(row: Any, tops: Any, softmax: Any, first: int, level: int) -> Any:
-    """Return how many tokens have mass, and how much, by bin of 2**shift keys; the first is key of bin 0."""
-    shift, num_bins = SHIFTS[level], NUM_BINS[level]
-    counts, sums = np.zeros(num_bins, np.int64), np.zeros(num_bins, np.int64)
-    keys, masses = np.empty(BLOCK, np.uint32), np.empty(BLOCK, np.int64)
-    for b in range(tops.shape[0]):
-        if tops[b] >= first:
-            part = row[b * BLOCK : (b + 1) * BLOCK]
-            weigh(part, softmax, (np.uint32(0), 0, 1), keys, masses)
-            for j in range(part.shape[0]):
-                place = (np.int64(keys[j]) - first) >> shift
-                if masses[j] > 0 and 0 <= place < num_bins:
-                    counts[place] += 1
-                    sums[place] += masses[j]
-    return counts, sums
-
-
-@njit
-def find_cut(row: Any, tops: Any, softmax: Any, bins: Any, goals: Any) -> Any:
-    """Find the shortest prefix of the ranking that has goals[0] tokens or goals[1] mass.
-
-    Return the key of its last token, how many tokens of that key belong to it, and its mass. All tokens with
-    a greater key do. Those without mass do not count. `bins` are those of all keys.
-    """
-    max_count, max_mass = goals
-    count, mass, first = 0, 0, 0
-    for level in range(len(SHIFTS)):
-        counts, sums = bins if level == 0 else count_bins(row, tops, softmax, first, level)
-        last = NUM_BINS[level] - 1
-        while last > 0 and count + counts[last] < max_count and mass + sums[last] < max_mass:
-            count += counts[last]
-            mass += sums[last]
-            last -= 1
-        first += last << SHIFTS[level]
-        if counts[last] <= 1:
-            break
-    if counts[last] <= 1:
-        return np.uint32(max(first - 1, 0)), 0, mass + sums[last]
-    weight = sums[last] // counts[last]
-    ties = min(counts[last], max_count - count, (max_mass - mass + weight - 1) // weight)
-    return np.uint32(first), ties, mass + ties * weight
-
-
-@njit
-def find_tie(bits: Any, tops: Any, key: Any, number: int) -> int:
-    """Return where in the row the first `number` tokens of this key end."""
-    end = 0
-    for b in range(tops.shape[0]):
-        if tops[b] >= key:
-            for j in range(b * BLOCK, min((b + 1) * BLOCK, bits.shape[0])):
-                if number > 0 and rank_key(bits[j]) == key:
-                    number -= 1
-                    end = j + 1
-    return end
-
-
-@njit
-def find_place(sums: Any, target: int) -> Any:
+def find_place(masses: Any, target: int) -> Any:
     """Return the first place at which the running sum passes target, and what target has left there."""
     place = 0
-    while sums[place] <= target:
-        target -= sums[place]
+    while masses[place] <= target:
+        target -= masses[place]
         place += 1
     return place, target
 
 
 @njit
-def draw(row: Any, tops: Any, token: int, filters: Any, word: Any) -> Any:
-    """Return the token that the random word picks from the softmax of row / temperature under the filters."""
-    temperature, top_k, top_p, min_p = filters
-    softmax = (row[token], inverse(temperature))
-    cut, end = np.uint32(0), 0  # kept are the greater keys, and of this one those in [0, end)
-    if top_k > 0 or top_p < 1:
-        bins = count_bins(row, tops, softmax, 0, 0)
-        cut, ties, mass = find_cut(row, tops, softmax, bins, (top_k if top_k > 0 else ALL, ALL))
-        if top_p < 1:
-            cut, ties, mass = find_cut(row, tops, softmax, bins, (ALL, goal(mass, top_p)))
-        end = find_tie(row.view(np.uint32), tops, cut, ties)
+def draw(row: Any, tops: Any, softmax: Any, min_p: Any, word: Any) -> Any:
+    """Return the token that the random word picks of all that min_p keeps."""
     least = max(1, np.int64(np.ceil(np.float64(min_p) * ONE)))
-    sums = np.zeros(tops.shape[0], np.int64)
-    keys, masses = np.empty(BLOCK, np.uint32), np.empty(BLOCK, np.int64)
-    for b in range(tops.shape[0]):
-        if tops[b] >= cut:
-            start = b * BLOCK
-            sums[b] = weigh(row[start : start + BLOCK], softmax, (cut, end - start, least), keys, masses)
+    sums = weigh_blocks(row, tops, softmax, lowest_key(softmax, min_p), least)
     block, target = find_place(sums, portion(sums.sum(), word))
-    start = block * BLOCK
-    weigh(row[start : start + BLOCK], softmax, (cut, end - start, least), keys, masses)
-    return start + find_place(masses, target)[0]
+    masses = np.empty(BLOCK, np.int64)
+    weigh(row[block * BLOCK : (block + 1) * BLOCK], softmax, least, masses)
+    return block * BLOCK + find_place(masses, target)[0]
+
+
+@njit
+def find_likeliest(row: Any, tops: Any, softmax: Any, top_k: int) -> Any:
+    """Return ids, keys and masses of tokens, by id, among which are the first top_k that have mass."""
+    first = lowest_key(softmax, 0.0)
+    if top_k <= tops.shape[0]:  # so many blocks have a token that is as great as the top_k-th top
+        first = max(first, find_cut(tops, np.ones(tops.shape[0], np.int64), top_k, ALL)[0])
+    return collect(row, tops, softmax, first)
+
+
+@njit
+def find_nucleus(row: Any, tops: Any, softmax: Any, top_p: Any) -> Any:
+    """Return ids, keys and masses of tokens, by id, among which are the first that hold top_p; all mass."""
+    mass = weigh_blocks(row, tops, softmax, lowest_key(softmax, 0.0), 1).sum()
+    wanted = goal(mass, top_p)
+    rare = (mass - wanted) / row.shape[0] / ONE  # all tokens that are rarer hold less than what is left out
+    share = FIRST_SHARE
+    while share > rare:  # of the first one's mass: those with as much may already be enough
+        held = weigh_blocks(row, tops, softmax, lowest_key(softmax, share), np.int64(share * ONE)).sum()
+        if held >= wanted:
+            break
+        share *= FIRST_SHARE
+    ids, keys, masses = collect(row, tops, softmax, lowest_key(softmax, max(share, rare)))
+    return ids, keys, masses, mass
+
+
+@njit
+def draw_ranked(row: Any, tops: Any, softmax: Any, filters: Any, word: Any) -> Any:
+    """Return the token that the random word picks of those that all filters keep."""
+    top_k, top_p, min_p = filters
+    if top_k > 0:
+        ids, keys, masses = find_likeliest(row, tops, softmax, top_k)
+        cut, ties, mass = find_cut(keys, masses, top_k, ALL)
+    else:
+        ids, keys, masses, mass = find_nucleus(row, tops, softmax, top_p)
+    if top_p < 1:
+        cut, ties, _ = find_cut(keys, masses, ALL, goal(mass, top_p))
+    least = np.int64(np.ceil(np.float64(min_p) * ONE))
+    for i in range(keys.shape[0]):
+        is_tie = keys[i] == cut and ties > 0
+        ties -= is_tie
+        if masses[i] < least or not (keys[i] > cut or is_tie):
+            masses[i] = 0
+    return ids[find_place(masses, portion(masses.sum(), word))[0]]
+
+
+@njit
+def sample_row(row: Any, filters: Any, seed: Any, place: Any) -> Any:
+    """Return the token of one row; place is the output position and the index in the group."""
+    temperature, top_k, top_p, min_p = filters
+    bits = row.view(np.uint32)
+    tops = find_tops(bits)
+    token, top = find_greedy(bits, tops)
+    if temperature < GREEDY_TEMPERATURE or not KEY_OF_MINUS_INFINITY < top < KEY_OF_INFINITY:
+        return token
+    word = random_word(seed, place[0], place[1])
+    softmax = (row[token], inverse(temperature))
+    if top_k > 0 or top_p < 1:
+        return draw_ranked(row, tops, softmax, (top_k, top_p, min_p), word)
+    return draw(row, tops, softmax, min_p, word)
+
+
+@njit
+def sample_rows(
+    logits: Any,
+    logit_seq: Any,
+    logit_target: Any,
+    filters: Any,
+    random: Any,
+    token_ids: Any,
+    rows: Any,
+) -> None:
+    """Set token_ids of the sequences that sample in the rows [first, last)."""
+    temperature, top_k, top_p, min_p = filters
+    seeds, group_index, output_position = random
+    for i in range(*rows):
+        if logit_target[i] < 0:
+            seq = logit_seq[i]
+            own = (temperature[seq], top_k[seq], top_p[seq], min_p[seq])
+            place = (output_position[seq], group_index[seq])
+            token_ids[seq] = sample_row(logits[i], own, seeds[seq], place)
 
 
 _SIGNATURE = (
@@ -177,7 +172,7 @@ _SIGNATURE = (
 )
 
 
-@njit(signatures=[_SIGNATURE], parallel=True)
+@njit(signatures=[_SIGNATURE])
 def sample_cpu(
     logits: Any,  # float32[n, vocab_size]
     logit_seq: Any,  # int32[n], the sequence of each row
@@ -192,16 +187,9 @@ def sample_cpu(
     token_ids: Any,  # int32[num_seqs]
 ) -> None:
     """Set token_ids of the sequences that sample in these rows."""
-    for i in prange(logits.shape[0]):
-        if logit_target[i] < 0:
-            seq, row = logit_seq[i], logits[i]
-            tops = np.empty((row.shape[0] + BLOCK - 1) // BLOCK, np.uint32)
-            token, top = find_greedy(row.view(np.uint32), tops)
-            if temperature[seq] >= GREEDY_TEMPERATURE and KEY_OF_MINUS_INFINITY < top < KEY_OF_INFINITY:
-                word = random_word(seed[seq], output_position[seq], group_index[seq])
-                filters = (temperature[seq], top_k[seq], top_p[seq], min_p[seq])
-                token = draw(row, tops, token, filters, word)
-            token_ids[seq] = token
+    filters = (temperature, top_k, top_p, min_p)
+    args = (logits, logit_seq, logit_target, filters, (seed, group_index, output_position), token_ids)
+    parallel_for(sample_rows, logits.shape[0], num_chunks(logits.size, GRAIN), args)
 
 
 def sample_cuda(

@@ -1,5 +1,7 @@
 """Rows of logits that are hard to rank: ties, infinities, NaN, both zeros, numbers of every size."""
 
+from typing import Any
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -20,3 +22,14 @@ def logits_of(rng: np.random.Generator, kind: str, shape: tuple[int, int]) -> ND
         z = rng.integers(0, 2**32, shape, np.uint32).view(np.float32)  # any float32 there is
         z[1::2] = np.where(np.isinf(z[1::2]), np.float32(0), z[1::2])
     return z
+
+
+def greatest(row: NDArray[np.float32]) -> Any:
+    """Return the greatest number of a row; not by nanmax, which a signalling NaN confuses."""
+    return np.where(np.isnan(row), np.float32(-np.inf), row).max()
+
+
+def finite_rows(rng: np.random.Generator, kind: str, shape: tuple[int, int]) -> NDArray[np.float32]:
+    """Return those rows of logits whose greatest number is finite."""
+    rows = logits_of(rng, kind, shape)
+    return rows[[bool(np.isfinite(greatest(row))) for row in rows]]

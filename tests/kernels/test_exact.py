@@ -34,6 +34,17 @@ def test_what_is_far_away_has_no_mass(x: float) -> None:
     assert to_mass(np.float32(x)) == 0
 
 
+def test_tokens_with_mass_come_before_all_without() -> None:
+    nearest, furthest = (int(np.float32(x).view(np.uint32)) for x in (-27.7258, -27.7260))
+    x = np.arange(nearest, furthest, dtype=np.uint32).view(np.float32)  # every float there is
+
+    has_mass = [to_mass(each) > 0 for each in x]
+
+    assert has_mass == sorted(has_mass, reverse=True)
+    assert has_mass[0]
+    assert not has_mass[-1]
+
+
 def test_keys_order_like_the_numbers() -> None:
     numbers = [-np.inf, -1e30, -1, -1e-40, 0.0, 1e-40, 1, 1e30, np.inf]
 

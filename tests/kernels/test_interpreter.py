@@ -7,7 +7,7 @@ import sys
 FILES = ["adjust_logits", "bits", "exact", "linear", "logprobs", "paged_attention", "philox", "rms_norm"]
 FILES += ["rope_kv_write", "rows", "simd"]
 TOO_MUCH = (
-    "equals_dense or same_bits or dense_attention or units or bfloat16 or uniform or 1000 or 576 or shape"
+    "equals_dense or same_bits or dense_attention or units or bfloat16 or uniform or 1000 or 576 or shape or wide"
 )
 
 

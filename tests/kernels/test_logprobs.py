@@ -68,6 +68,19 @@ def test_rank_counts_greater_logits() -> None:
     assert run(logits, [1, 3, 2, 4], 0).ranks.tolist() == [1, 1, 3, 5]
 
 
+def test_ranks_and_top_tokens_of_near_equals_are_those_of_a_sort() -> None:
+    rng = np.random.default_rng(0)
+    bits = np.float32(1).view(np.int32) + rng.integers(0, 9, (20, 1500), np.int32)  # neighbouring floats
+    logits = bits.view(np.float32)
+    targets = rng.integers(0, 1500, 20).tolist()
+
+    result = run(logits, targets, 9)
+
+    for row, target, token_ids, rank in zip(logits, targets, result.token_ids, result.ranks, strict=True):
+        assert token_ids[1:].tolist() == np.argsort(-row, kind="stable")[:9].tolist()
+        assert rank == 1 + np.count_nonzero(row > row[target])
+
+
 def test_missing_target_means_the_sampled_token() -> None:
     logits = np.array([[1, 3, 2]] * 2, np.float32)
 

@@ -7,7 +7,11 @@ import pytest
 from numpy.typing import NDArray
 
 from cupaged.kernels.adjust_logits import BANNED
-from cupaged.kernels.sample import sample_cpu
+from cupaged.kernels.exact import ONE, goal, inverse, portion, rank_key, to_mass
+from cupaged.kernels.philox import random_word
+from cupaged.kernels.ranking import find_tops
+from cupaged.kernels.sample import find_nucleus, sample_cpu
+from tests.kernels.rows_of_logits import KINDS, finite_rows, greatest
 
 Ints = NDArray[np.int32]
 
@@ -137,6 +141,65 @@ def test_prefixes_equal_those_of_a_full_sort(seed: int) -> None:
 
     assert set(tokens) <= set(allowed.tolist())
     assert len(tokens) > 0.9 * len(allowed)
+
+
+def ranked_token(row: NDArray[np.float32], filters: tuple[float, int, float, float], position: int) -> int:
+    """Return the token of one row, by a sort of the whole of it."""
+    temperature, top_k, top_p, min_p = filters
+    with np.errstate(invalid="ignore", over="ignore"):
+        distances = (row - greatest(row)) * np.float32(inverse(np.float32(temperature)))
+    masses = np.array([to_mass(x) for x in distances], np.int64)
+    keys = np.array([rank_key(bits) for bits in row.view(np.uint32)], np.int64)
+    ranking = [int(token) for token in np.argsort(-keys, kind="stable") if masses[token] > 0]
+    kept = ranking[: top_k or None]
+    if top_p < 1:
+        wanted = goal(int(masses[kept].sum()), np.float32(top_p))
+        kept = kept[: int(np.searchsorted(masses[kept].cumsum(), wanted)) + 1]
+    least = int(np.ceil(np.float64(np.float32(min_p)) * ONE))
+    by_id = sorted(token for token in kept if masses[token] >= least)
+    target = portion(int(masses[by_id].sum()), random_word(np.zeros(2, np.int32), position, 0))
+    return by_id[int(np.searchsorted(masses[by_id].cumsum(), target, side="right"))]
+
+
+@pytest.mark.parametrize("vocab_size", [5, 300, 3000])
+@pytest.mark.parametrize("kind", KINDS)
+def test_token_is_that_of_a_sorted_row(kind: str, vocab_size: int) -> None:
+    rng = np.random.default_rng(0)
+    rows = finite_rows(rng, kind, (24, vocab_size))
+    n = len(rows)
+    filters = [
+        rng.choice(np.array(values, np.float32), n)
+        for values in (
+            (0.01, 0.3, 1, 2, 1e30),
+            (0, 1, 5, 11, 60, 900),
+            (1, 0.99, 0.7, 1e-3),
+            (0, 1e-7, 0.05, 1),
+        )
+    ]
+    names = ("temperature", "top_k", "top_p", "min_p")
+
+    tokens = run(rows, output_position=np.arange(n), **dict(zip(names, filters, strict=True)))
+
+    for i, (temperature, top_k, top_p, min_p) in enumerate(zip(*filters, strict=True)):
+        assert tokens[i] == ranked_token(rows[i], (temperature, int(top_k), top_p, min_p), i)
+
+
+@pytest.mark.parametrize("spread", [0.1, 1, 3, 10])
+@pytest.mark.parametrize("top_p", [0.01, 0.5, 0.9, 0.999])
+def test_nucleus_is_among_what_is_looked_at(spread: float, top_p: float) -> None:
+    for row in np.random.default_rng(0).standard_normal((9, 3000), np.float32) * np.float32(spread):
+        softmax = (greatest(row), np.float32(1))
+        masses = np.array([to_mass(x) for x in row - softmax[0]], np.int64)
+        ranking = np.argsort(-row, kind="stable")
+        length = (
+            int(np.searchsorted(masses[ranking].cumsum(), goal(int(masses.sum()), np.float32(top_p)))) + 1
+        )
+
+        ids, _, found, mass = find_nucleus(row, find_tops(row.view(np.uint32)), softmax, np.float32(top_p))
+
+        assert mass == masses.sum()
+        assert np.array_equal(found, masses[ids])
+        assert np.isin(ranking[:length], ids).all()
 
 
 def test_banned_tokens_are_never_taken() -> None:
