@@ -81,6 +81,16 @@ def test_ranks_and_top_tokens_of_near_equals_are_those_of_a_sort() -> None:
         assert rank == 1 + np.count_nonzero(row > row[target])
 
 
+def test_top_token_may_be_greater_than_those_before_it_by_the_last_bit() -> None:
+    logits = np.zeros((1, 600), np.float32)
+    logits[0, [3, 300]] = 1, np.nextafter(np.float32(1), np.float32(2))
+
+    result = run(logits, [3], 1)
+
+    assert result.token_ids.tolist() == [[3, 300]]
+    assert result.ranks.tolist() == [2]
+
+
 def test_missing_target_means_the_sampled_token() -> None:
     logits = np.array([[1, 3, 2]] * 2, np.float32)
 
