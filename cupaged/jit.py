@@ -9,6 +9,7 @@ import ast
 import contextlib
 import functools
 import hashlib
+import inspect
 import os
 import shutil
 import sys
@@ -24,7 +25,6 @@ from llvmlite import __version__ as llvmlite_version
 from numba.core.dispatcher import Dispatcher
 
 from cupaged.paths import user_cache_dir
-from cupaged.threads import launch_threads
 
 F = TypeVar("F", bound=Callable[..., Any])
 prange = numba.prange
@@ -35,13 +35,16 @@ UNUSED_DAYS = 30  # after which a cache folder is removed
 ROOT = Path(__file__).parent  # of the package; models and kernels are links in it
 
 
-def _imported_names(source: str) -> Iterator[str]:
-    for node in ast.walk(ast.parse(source)):
+@functools.cache
+def _imported_names(path: Path) -> list[str]:
+    """Return what the source at `path` imports, and from where."""
+    names: list[str] = []
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, ast.Import):
-            yield from (name.name for name in node.names)
+            names += (name.name for name in node.names)
         elif isinstance(node, ast.ImportFrom) and node.module:
-            yield node.module
-            yield from (f"{node.module}.{name.name}" for name in node.names)
+            names += (node.module, *(f"{node.module}.{name.name}" for name in node.names))
+    return names
 
 
 def source_files(path: Path, root: Path) -> list[Path]:
@@ -53,7 +56,7 @@ def source_files(path: Path, root: Path) -> list[Path]:
         if path in found or not path.is_file():
             continue
         found.add(path)
-        for name in _imported_names(path.read_text(encoding="utf-8")):
+        for name in _imported_names(path):
             package, *parts = name.split(".")
             if package == root.name:
                 place = root.joinpath(*parts)
@@ -101,8 +104,6 @@ def njit(function: Any = None, *, signatures: Sequence[str] | None = None, **opt
     """
     if function is None:
         return functools.partial(njit, signatures=signatures, **options)
-    if options.get("parallel"):
-        launch_threads()
     config: Any = numba.config
     with _lock:
         before, config.CACHE_DIR = config.CACHE_DIR, cache_dir(function.__code__.co_filename)
@@ -133,3 +134,21 @@ def specialize(function: Callable[..., Any], signature: str) -> None:
             function.disable_compile(False)
             function.compile(signature)
             function.disable_compile()
+        set_compiled(function, signature)
+
+
+def is_compiled(function: Callable[..., Any], signature: str = "") -> bool:
+    """Return whether the on-disk cache has `function`; without a signature, all that it calls."""
+    return _mark(function, signature).exists()
+
+
+def set_compiled(function: Callable[..., Any], signature: str = "") -> None:
+    """Note that the on-disk cache now has it."""
+    with contextlib.suppress(OSError):  # where nothing can be written, nothing is there next time
+        _mark(function, signature).touch()
+
+
+def _mark(function: Callable[..., Any], signature: str) -> Path:
+    source: Any = inspect.unwrap(function)
+    name = hashlib.sha256(f"{source.__qualname__} {signature}".encode()).hexdigest()[:16]
+    return Path(cache_dir(source.__code__.co_filename)) / f"{name}.compiled"

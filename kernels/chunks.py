@@ -5,48 +5,16 @@ busy with another process must not hold up the rest. So small work stays whole, 
 several pieces a thread.
 """
 
-from typing import Any
-
-import numba as _numba
-from llvmlite import ir
-from numba.core import cgutils as _cgutils
-from numba.core import types
-from numba.extending import intrinsic, overload
-
 from cupaged.jit import njit
-from cupaged.threads import launch_threads
+from cupaged.threads import num_team_threads
 
-numba: Any = _numba  # untyped
-cgutils: Any = _cgutils
 PIECES = 8  # a thread
-launch_threads()  # or compiled code would not find get_num_threads
-
-
-def num_threads() -> int:
-    """Return the threads that a parallel loop of the caller has."""
-    return int(numba.get_num_threads())
-
-
-def _type_num_threads(_context: Any) -> Any:
-    def emit(_context: Any, builder: Any, _signature: Any, _args: Any) -> Any:
-        kind = ir.FunctionType(ir.IntType(64), [])  # of Numba's runtime, as its own loops call it
-        return builder.call(cgutils.get_or_insert_function(builder.module, kind, "get_num_threads"), [])
-
-    return types.int64(), emit
-
-
-_num_threads: Any = intrinsic(_type_num_threads)  # numba.get_num_threads() would forbid the on-disk cache
-
-
-@overload(num_threads, strict=False)
-def _overload_num_threads() -> Any:
-    return lambda: _num_threads()
 
 
 @njit
 def num_chunks(work: int, grain: int) -> int:
     """Return the pieces to cut `work` into, of at least `grain` each; 1 if it is less than two grains."""
-    return max(1, min(work // grain, PIECES * num_threads()))
+    return max(1, min(work // grain, PIECES * num_team_threads()))
 
 
 @njit

@@ -11,11 +11,12 @@ import ml_dtypes
 import numpy as np
 from numpy.typing import NDArray
 
-from cupaged.jit import njit, njit_inner, prange
+from cupaged.jit import njit, njit_inner
 from cupaged.kernels.bits import load, store
-from cupaged.kernels.chunks import chunk_range, num_chunks
+from cupaged.kernels.chunks import num_chunks
 from cupaged.kernels.intrinsics import LANES
 from cupaged.kernels.linear_tile import MOST_BLOCKS, MOST_ROWS, Places, multiply_tile
+from cupaged.kernels.parallel import parallel_for
 
 DEPTH = 2048  # inputs; the part of a tile's weights, 192 KiB, stays in the second-level cache for all rows
 GRAIN = 1 << 17  # bytes of weights that are worth a thread
@@ -59,24 +60,27 @@ def pack_linear(
         padded_bias[:first] = np.concatenate([part.astype(np.float32) for part in bias])
 
 
-@njit(parallel=True)
-def pack_rows(rows: Any, first: int, panels: Any) -> None:
-    """Put rows [n, in_features] to the outputs from `first` on."""
+@njit_inner
+def pack_range(rows: Any, first: int, panels: Any, bounds: Any) -> None:
+    """Pack the blocks [bounds[0], bounds[1]) of those that the rows reach into."""
     num_rows, in_features = rows.shape
     pair = panels.shape[3]
-    start, end = first // LANES, (first + num_rows + LANES - 1) // LANES
-    chunks = num_chunks(rows.size, 1 << 16)
-    for chunk in prange(chunks):
-        low, high = chunk_range(end - start, chunk, chunks)
-        for block in range(start + low, start + high):
-            begin, stop = max(first, block * LANES), min(first + num_rows, (block + 1) * LANES)
-            for k in range(0, in_features, PACKED_INPUTS):
-                # A line of each row, then the next: both sides stay in the first-level cache.
-                for i in range(begin, stop):
-                    for j in range(k, min(k + PACKED_INPUTS, in_features)):
-                        panels[block, j // pair, i % LANES, j % pair] = store(
-                            panels[0, 0, 0, 0], load(rows[i - first, j])
-                        )
+    start = first // LANES
+    for block in range(start + bounds[0], start + bounds[1]):
+        begin, stop = max(first, block * LANES), min(first + num_rows, (block + 1) * LANES)
+        for k in range(0, in_features, PACKED_INPUTS):
+            # A line of each row, then the next: both sides stay in the first-level cache.
+            for i in range(begin, stop):
+                for j in range(k, min(k + PACKED_INPUTS, in_features)):
+                    weight = store(panels[0, 0, 0, 0], load(rows[i - first, j]))
+                    panels[block, j // pair, i % LANES, j % pair] = weight
+
+
+@njit
+def pack_rows(rows: Any, first: int, panels: Any) -> None:
+    """Put rows [n, in_features] to the outputs from `first` on."""
+    num_blocks = (first + rows.shape[0] + LANES - 1) // LANES - first // LANES
+    parallel_for(pack_range, num_blocks, num_chunks(rows.size, 1 << 16), (rows, first, panels))
 
 
 @njit_inner
@@ -100,55 +104,62 @@ def multiply_blocks(
 SIGNATURE = "void({}[:,::1],{}[:,:,:,::1],f4[::1],f4[:,::1])"
 
 
-@njit(parallel=True)
-def linear_cpu(x: Any, panels: Any, bias: Any, out: Any) -> None:
-    """Set out [n, out_features] to x [n, in_features] @ weight.T + bias."""
+@njit
+def multiply_range(x: Any, panels: Any, bias: Any, out: Any, bounds: Any) -> None:
+    """Set the outputs of the tiles [first, last) of MOST_BLOCKS blocks each."""
     num_rows, in_features = x.shape
     num_blocks, _, _, pair = panels.shape
     out_features = out.shape[1]
     x_flat, weight, out_flat = x.reshape(-1), panels.reshape(-1), out.reshape(-1)
     stride = panels.shape[1] * LANES * pair  # from block to block
-    tiles = (num_blocks + MOST_BLOCKS - 1) // MOST_BLOCKS
-    chunks = num_chunks(panels.size * panels.itemsize * (1 + num_rows // MOST_ROWS), GRAIN)
-    for chunk in prange(chunks):
-        first, last = chunk_range(tiles, chunk, chunks)
-        block, last = first * MOST_BLOCKS, min(last * MOST_BLOCKS, num_blocks)
-        while block < last:
-            blocks = MOST_BLOCKS if block + MOST_BLOCKS <= last else 1
-            column = block * LANES
-            width = min(blocks * LANES, out_features - column)
-            if width < blocks * LANES and blocks > 1:
-                blocks, width = 1, LANES  # the block that sticks out of the row goes alone
-            edge = width < LANES
-            result, start, row_stride = out_flat, column, out_features
-            if edge:
-                result, start, row_stride = np.empty(num_rows * LANES, np.float32), 0, LANES
+    block, last = bounds[0] * MOST_BLOCKS, min(bounds[1] * MOST_BLOCKS, num_blocks)
+    while block < last:
+        blocks = MOST_BLOCKS if block + MOST_BLOCKS <= last else 1
+        if (block + blocks) * LANES > out_features:
+            blocks = 1  # the block that sticks out of the row goes alone
+        column = block * LANES
+        width = min(blocks * LANES, out_features - column)
+        edge = width < LANES
+        result, start, row_stride = out_flat, column, out_features
+        if edge:
+            result, start, row_stride = np.empty(num_rows * LANES, np.float32), 0, LANES
+        for i in range(num_rows):
+            for j in range(blocks * LANES):
+                result[start + i * row_stride + j] = bias[column + j]
+        for k in range(0, in_features, DEPTH):
+            here = block * stride + k * LANES
+            ahead = here + DEPTH * LANES if k + DEPTH < in_features else (block + blocks) * stride
+            at = Places(start, row_stride, k, in_features, here, stride, ahead)
+            multiply_blocks(result, x_flat, weight, at, num_rows, blocks, min(DEPTH, in_features - k))
+        if edge:
             for i in range(num_rows):
-                for j in range(blocks * LANES):
-                    result[start + i * row_stride + j] = bias[column + j]
-            for k in range(0, in_features, DEPTH):
-                here = block * stride + k * LANES
-                ahead = here + DEPTH * LANES if k + DEPTH < in_features else (block + blocks) * stride
-                at = Places(start, row_stride, k, in_features, here, stride, ahead)
-                multiply_blocks(result, x_flat, weight, at, num_rows, blocks, min(DEPTH, in_features - k))
-            if edge:
-                for i in range(num_rows):
-                    for j in range(width):
-                        out[i, column + j] = result[i * LANES + j]
-            block += blocks
+                for j in range(width):
+                    out[i, column + j] = result[i * LANES + j]
+        block += blocks
+
+
+@njit
+def linear_cpu(x: Any, panels: Any, bias: Any, out: Any) -> None:
+    """Set out [n, out_features] to x [n, in_features] @ weight.T + bias."""
+    tiles = (panels.shape[0] + MOST_BLOCKS - 1) // MOST_BLOCKS
+    work = panels.size * panels.itemsize * (1 + x.shape[0] // MOST_ROWS)
+    parallel_for(multiply_range, tiles, min(tiles, num_chunks(work, GRAIN)), (x, panels, bias, out))
 
 
 EMBEDDING_SIGNATURE = "void(i4[::1],{}[:,:,:,::1],f4[:,::1])"
 
 
-@njit(parallel=True)
+@njit_inner
+def embed_range(ids: Any, panels: Any, out: Any, bounds: Any) -> None:
+    """Set the rows [first, last) of out."""
+    pair = panels.shape[3]
+    for i in range(*bounds):
+        block, lane = ids[i] // LANES, ids[i] % LANES
+        for k in range(out.shape[1]):
+            out[i, k] = load(panels[block, k // pair, lane, k % pair])
+
+
+@njit
 def embedding_cpu(ids: Any, panels: Any, out: Any) -> None:
     """Set out [n, in_features] to the rows `ids` of a packed weight."""
-    pair = panels.shape[3]
-    chunks = num_chunks(out.size, 1 << 14)
-    for chunk in prange(chunks):
-        first, last = chunk_range(ids.shape[0], chunk, chunks)
-        for i in range(first, last):
-            block, lane = ids[i] // LANES, ids[i] % LANES
-            for k in range(out.shape[1]):
-                out[i, k] = load(panels[block, k // pair, lane, k % pair])
+    parallel_for(embed_range, ids.shape[0], num_chunks(out.size, 1 << 14), (ids, panels, out))

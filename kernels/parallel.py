@@ -1,8 +1,7 @@
-"""A loop on all threads, without what Numba's own costs to compile.
+"""A loop on all threads: the body is a function of its own, and the team of cupaged.threads runs its pieces.
 
-Numba makes five functions of a prange, each of which carries the loop's body through LLVM once more. Here the
-body is a function of its own, and Numba's thread pool is called where Numba's loops call it, so a kernel
-compiles in a third of the time. One piece runs on the calling thread, which costs nothing.
+Numba's prange would make five functions, each of which carries the loop's body through LLVM once more; so a
+kernel compiles in a third of the time. One piece runs on the calling thread, which costs nothing.
 """
 
 from collections.abc import Callable
@@ -14,13 +13,13 @@ from numba.core import types
 from numba.extending import lower_builtin, type_callable
 
 from cupaged.kernels.chunks import chunk_range
+from cupaged.threads import lead
 
 cgutils: Any = _cgutils  # untyped
 _INT = ir.IntType(64)
 _POINTER = ir.IntType(8).as_pointer()
 _VOID = ir.VoidType()
-# What Numba's threads call: (arrays, numbers of items, steps between them, data), as NumPy's ufuncs are.
-_TASK = ir.FunctionType(_VOID, [_POINTER.as_pointer(), _INT.as_pointer(), _INT.as_pointer(), _POINTER])
+_TASK = ir.FunctionType(_VOID, [_POINTER, _INT])  # (what the pieces share, the piece)
 _RANGE: Any = types.UniTuple(types.intp, 2)  # type: ignore[no-untyped-call]
 
 
@@ -60,41 +59,37 @@ class _Body:
 
 
 def _emit_task(context: Any, module: Any, name: str, body: _Body, shared: Any) -> Any:
-    """Return a function for Numba's threads that calls the body for the pieces [first, first + count)."""
+    """Return a function for the team that calls the body for a piece."""
     task = ir.Function(module, _TASK, name=name)
     task.linkage = "internal"
     builder = ir.IRBuilder(task.append_basic_block())
-    arrays, counts, _, data = task.args
-    first = builder.ptrtoint(builder.load(arrays), _INT)  # an array at address 0 with steps of 1
+    data, piece = task.args
     data = builder.bitcast(data, shared.as_pointer())
     n, pieces, args = (builder.load(cgutils.gep_inbounds(builder, data, 0, i)) for i in range(3))
-    with cgutils.for_range(builder, builder.load(counts)) as loop:
-        piece = builder.add(first, loop.index)
-        bounds = [builder.sdiv(builder.mul(n, edge), pieces) for edge in (piece, builder.add(piece, _INT(1)))]
-        status = body.call(context, builder, args, bounds)
-        with cgutils.if_unlikely(builder, status.is_error):
-            builder.store(_INT(1), cgutils.gep_inbounds(builder, data, 0, 3))
+    bounds = [builder.sdiv(builder.mul(n, edge), pieces) for edge in (piece, builder.add(piece, _INT(1)))]
+    status = body.call(context, builder, args, bounds)
+    with cgutils.if_unlikely(builder, status.is_error):
+        builder.store(_INT(1), cgutils.gep_inbounds(builder, data, 0, 3))
     builder.ret_void()
     return task
 
 
 def _emit_loop(context: Any, builder: Any, body: _Body, n: Any, pieces: Any, args: Any) -> None:
-    """Hand the pieces to Numba's threads and wait for them."""
+    """Lead the team through the pieces."""
     module = builder.module
     shared = ir.LiteralStructType([_INT, _INT, args.type, _INT])
     task = _emit_task(context, module, module.get_unique_name(f"{builder.function.name}.task"), body, shared)
     data = cgutils.alloca_once(builder, shared)
     for i, value in enumerate((n, pieces, args, _INT(0))):
         builder.store(value, cgutils.gep_inbounds(builder, data, 0, i))
-    arrays = cgutils.alloca_once_value(builder, ir.Constant(_POINTER, None))
-    counts, steps = (cgutils.alloca_once_value(builder, value) for value in (pieces, _INT(1)))
-    num_threads = builder.call(
-        cgutils.get_or_insert_function(module, ir.FunctionType(_INT, []), "get_num_threads"), []
-    )
-    kind = ir.FunctionType(_VOID, [_POINTER] * 5 + [_INT] * 3)
-    pool = cgutils.get_or_insert_function(module, kind, "numba_parallel_for")
-    pointers = [builder.bitcast(pointer, _POINTER) for pointer in (task, arrays, counts, steps, data)]
-    builder.call(pool, [*pointers, _INT(0), _INT(1), num_threads])
+    words = [builder.ptrtoint(task, _INT), builder.ptrtoint(data, _INT), pieces]
+    kinds = (types.int64,) * 3
+    compiled: Any = lead
+    compiled.compile(kinds)
+    leader = compiled.overloads[kinds]
+    context.active_code_library.add_linking_library(leader.library)
+    function = context.declare_function(module, leader.fndesc)
+    context.call_conv.call_function(builder, function, types.none, kinds, words)
     failed = builder.load(cgutils.gep_inbounds(builder, data, 0, 3))
     with cgutils.if_unlikely(builder, cgutils.is_true(builder, failed)):
         context.call_conv.return_user_exc(builder, RuntimeError, ("a piece of a parallel loop failed",))

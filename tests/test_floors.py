@@ -68,7 +68,7 @@ FLOORS = {
     "1 kernels, compile": Floor(("cupaged.kernels.compile",), ("cupaged.paths",)),
     "1 kernels, NVRTC": Floor(("cupaged.kernels.nvrtc",), (), ("cuda.pathfinder",)),
     "0 ground": Floor(GROUND, GROUND, ("numpy",)),
-    "0 ground, Numba": Floor(NUMBA, (*NUMBA, "cupaged.paths"), ("numba", "llvmlite")),
+    "0 ground, Numba": Floor(NUMBA, (*NUMBA, "cupaged.paths"), ("numba", "llvmlite", "numpy")),
     "0 ground, hub": Floor(("cupaged.hub",), (), ("huggingface_hub",)),
 }
 # Where a name that no reader of imports can see may be imported.

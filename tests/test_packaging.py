@@ -111,7 +111,6 @@ def test_base_install_needs_neither_cuda_nor_a_server_nor_torch() -> None:
         "ml_dtypes",
         "jinja2",
         "tqdm",
-        "tbb",
     }
 
 

@@ -1,46 +1,41 @@
-"""Numba's threads in processes of their own: with and without TBB, and beside a host program's settings."""
+"""The team: every piece once, whoever is there; it sleeps when nothing runs, and a fork has its own."""
 
+import os
 import subprocess
 import sys
 import textwrap
 import threading
+from pathlib import Path
+from typing import Any
 
-import numba
 import numpy as np
 import pytest
+from numpy.typing import NDArray
 
-from cupaged.threads import ParallelRunner, tbb_candidates
+from cupaged import threads
+from cupaged.jit import njit, njit_inner
+from cupaged.kernels.parallel import parallel_for
+from cupaged.threads import ParallelRunner, available_cpus, num_team_threads
 
-NO_TBB = """
-import importlib.metadata, sys
-sys.prefix = "/nowhere"
-importlib.metadata.files = lambda name: None
-"""
-TWO_ENGINES = """
-import threading
-import numpy as np
-from cupaged.backend.base import Limits, MemoryUse
-from cupaged.backend.cpu import CpuBackend
 
-weight = np.random.default_rng(0).standard_normal((960, 576), np.float32)
-x = np.ones((8, 576), np.float32)
-expected = x @ weight.T
-right = []
+@njit_inner
+def count_range(counts: Any, work: int, bounds: Any) -> None:
+    for i in range(*bounds):
+        for j in range(work):
+            counts[i] += 1 if j == 0 else counts[i] % 1
 
-def serve():
-    backend = CpuBackend("float32", num_threads=2)
-    backend.allocate(Limits(8, 1, 8, 16, 16), MemoryUse(0, 0, 1 << 20, 0))
-    handle = backend.prepare_linear([{"weight": weight}])
-    for _ in range(300):
-        backend.begin_forward()
-        right.append(np.abs(backend.linear(x, handle) - expected).max() < 1e-3)
 
-engines = [threading.Thread(target=serve) for _ in range(2)]
-for engine in engines: engine.start()
-for engine in engines: engine.join()
-import numba
-print(numba.threading_layer(), sum(right))
-"""
+@njit
+def count(counts: Any, work: int, pieces: int) -> None:
+    parallel_for(count_range, counts.shape[0], pieces, (counts, work))
+
+
+def counts(n: int = 256) -> NDArray[np.int64]:
+    return np.zeros(n, np.int64)
+
+
+def fail() -> None:
+    raise ValueError("kernel")
 
 
 def run_python(*code: str) -> list[str]:
@@ -51,94 +46,132 @@ def run_python(*code: str) -> list[str]:
     return result.stdout.split()
 
 
-def fail() -> None:
-    raise ValueError("kernel")
+@pytest.mark.parametrize("num_threads", [1, 2, 3])
+@pytest.mark.parametrize("pieces", [1, 2, 7, 256])
+def test_each_piece_is_done_once(num_threads: int, pieces: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(threads, "available_cpus", lambda: 4)
+    done, runner = counts(), ParallelRunner(num_threads)
+
+    for _ in range(20):
+        runner.run([(count, (done, 1, pieces))] * 25)
+
+    assert (done == 500).all()
 
 
-def has_tbb() -> bool:
-    return bool(tbb_candidates())
+def test_a_kernel_runs_without_the_team() -> None:
+    done = counts()
+
+    count(done, 1, 16)
+
+    assert (done == 1).all()
 
 
-def test_tbb_is_used_where_pip_installed_it() -> None:
-    layer = run_python("from cupaged.threads import launch_threads", "print(launch_threads())")
-
-    assert layer == ["tbb" if has_tbb() else "workqueue"]
-
-
-def test_numpy_imported_first_changes_nothing() -> None:
-    code = "import numpy as np; np.ones((99, 99)) @ np.ones((99, 99))", TWO_ENGINES
-
-    assert run_python(*code) == ["tbb" if has_tbb() else "workqueue", "600"]
-
-
-def test_two_engines_run_at_once_without_tbb() -> None:
-    assert run_python(NO_TBB, TWO_ENGINES) == ["workqueue", "600"]
-
-
-def test_layer_that_the_host_chose_is_kept() -> None:
-    choose = "import numba; numba.config.THREADING_LAYER = 'workqueue'"
-    show = "print(numba.config.THREADING_LAYER, *numba.config.THREADING_LAYER_PRIORITY)"
-
-    words = run_python(choose, TWO_ENGINES, show)
-
-    assert words == ["workqueue", "600", "workqueue", "tbb", "omp", "workqueue"]
-
-
-def test_layer_that_the_host_has_running_is_kept() -> None:
-    start = "import numba; numba.config.THREADING_LAYER = 'workqueue'; numba.get_num_threads()"
-    reset = "numba.config.THREADING_LAYER = 'default'"
-
-    assert run_python(start, reset, TWO_ENGINES) == ["workqueue", "600"]
-
-
-def test_priority_of_layers_is_restored() -> None:
-    code = "from cupaged.threads import launch_threads", "launch_threads()", "import numba"
-
-    assert run_python(*code, "print(*numba.config.THREADING_LAYER_PRIORITY)") == ["tbb", "omp", "workqueue"]
-
-
-def test_settings_of_the_calling_thread_are_restored() -> None:
-    seen = []
-    runner = ParallelRunner(1)
-    before = numba.get_num_threads(), numba.get_parallel_chunksize()
-
-    runner.run([(lambda: seen.append((numba.get_num_threads(), numba.get_parallel_chunksize())), ())])
-    with pytest.raises(ValueError, match="kernel"):
-        runner.run([(fail, ())])
-
-    assert seen == [(1, 1)]
-    assert (numba.get_num_threads(), numba.get_parallel_chunksize()) == before
-
-
-def test_more_threads_than_there_are_become_as_many_as_there_are() -> None:
-    assert ParallelRunner(10_000).num_threads == ParallelRunner().num_threads
-
-
-def test_kernels_of_two_threads_take_turns() -> None:
+def test_engines_of_two_threads_take_turns_and_lose_nothing() -> None:
+    done = [counts(), counts()]
     running, most = [0], [0]
 
-    def kernel() -> None:
+    def kernel(mine: NDArray[np.int64]) -> None:
         running[0] += 1
         most[0] = max(most[0], running[0])
-        np.linalg.inv(np.eye(60))
+        count(mine, 20, 16)
         running[0] -= 1
 
-    def engine() -> None:
+    def engine(mine: NDArray[np.int64]) -> None:
         runner = ParallelRunner()
-        for _ in range(100):
-            runner.run([(kernel, ())])
+        for _ in range(200):
+            runner.run([(kernel, (mine,))])
 
-    threads = [threading.Thread(target=engine) for _ in range(2)]
-    for thread in threads:
+    engines = [threading.Thread(target=engine, args=(mine,)) for mine in done]
+    for thread in engines:
         thread.start()
-    for thread in threads:
+    for thread in engines:
         thread.join()
 
     assert most == [1]
+    assert all((mine == 200).all() for mine in done)
 
 
-@pytest.mark.skipif(not has_tbb(), reason="pip has no TBB for this machine")
-def test_tbb_is_found_by_pips_record_of_it() -> None:
-    code = "import sys; sys.prefix = '/nowhere'", "from cupaged.threads import launch_threads"
+def test_who_finds_the_team_at_work_does_its_pieces_alone() -> None:
+    done, others = counts(), counts()
+    stop = threading.Event()
 
-    assert run_python(*code, "print(launch_threads())") == ["tbb"]
+    def beside() -> None:  # without the runner, which would wait for its turn
+        while not stop.is_set():
+            count(others, 5, 16)
+
+    thread = threading.Thread(target=beside)
+    thread.start()
+    ParallelRunner().run([(count, (done, 5, 16))] * 2000)
+    stop.set()
+    thread.join()
+
+    assert (done == 2000).all()
+    assert len(set(others)) == 1
+
+
+def test_threads_sleep_when_nothing_has_run_for_a_while() -> None:
+    code = """
+    import os, time
+    import numpy as np
+    from cupaged.kernels.linear import pack_rows
+    from cupaged.threads import ParallelRunner
+    rows, panels = np.ones((4096, 64), np.float32), np.zeros((256, 64, 16, 1), np.float32)
+    ParallelRunner(2).run([(pack_rows, (rows, 0, panels))] * 50)
+    time.sleep(0.5)
+    before = time.process_time()
+    time.sleep(0.5)
+    print(int((time.process_time() - before) < 0.25))
+    """
+
+    assert run_python(code) == ["1"]
+
+
+def test_limit_of_the_team_is_as_before_afterwards() -> None:
+    seen = []
+    runner = ParallelRunner(2)
+    before = num_team_threads()
+
+    runner.run([(lambda: seen.append(num_team_threads()), ())])
+    with pytest.raises(ValueError, match="kernel"):
+        runner.run([(fail, ())])
+
+    assert seen == [runner.num_threads]
+    assert num_team_threads() == before
+
+
+def test_more_threads_than_there_are_become_as_many_as_there_are() -> None:
+    assert ParallelRunner(10_000).num_threads == ParallelRunner().num_threads == available_cpus()
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork here")
+def test_a_forked_process_has_a_team_of_its_own() -> None:
+    code = """
+    import os, warnings
+    import numpy as np
+    from cupaged.kernels.linear import pack_rows
+    from cupaged.threads import ParallelRunner
+    warnings.simplefilter("ignore")  # that a process with threads forks
+    rows, panels = np.ones((4096, 64), np.float32), np.zeros((256, 64, 16, 1), np.float32)
+    runner = ParallelRunner(2)
+    runner.run([(pack_rows, (rows, 0, panels))] * 50)
+    child = os.fork()
+    panels[:] = 0
+    runner.run([(pack_rows, (rows, 0, panels))] * 50)
+    assert panels.all()
+    if child:
+        print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+    """
+
+    assert run_python(code) == ["0"]
+
+
+@pytest.mark.parametrize(
+    ("quota", "expected"), [("max 100000", 8), ("150000 100000", 2), ("50000 100000", 1), ("", 8)]
+)
+def test_a_containers_quota_of_cpus_is_kept(
+    quota: str, expected: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "cpu.max").write_text(quota)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(8)), raising=False)
+
+    assert available_cpus(tmp_path / "cpu.max") == expected

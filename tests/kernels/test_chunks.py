@@ -1,7 +1,7 @@
-import numba
 import pytest
 
 from cupaged.kernels.chunks import PIECES, chunk_range, num_chunks
+from cupaged.threads import ParallelRunner
 
 
 @pytest.mark.parametrize(("work", "expected"), [(0, 1), (99, 1), (199, 1), (200, 2), (350, 3)])
@@ -9,8 +9,14 @@ def test_small_work_is_cut_into_grains(work: int, expected: int) -> None:
     assert num_chunks(work, 100) == expected
 
 
-def test_large_work_is_cut_into_pieces_a_thread() -> None:
-    assert num_chunks(10**9, 100) == PIECES * numba.get_num_threads()
+@pytest.mark.parametrize("num_threads", [1, 2])
+def test_large_work_is_cut_into_pieces_a_thread(num_threads: int) -> None:
+    seen = []
+    runner = ParallelRunner(num_threads)
+
+    runner.run([(lambda: seen.append(num_chunks(10**9, 100)), ())])
+
+    assert seen == [PIECES * runner.num_threads]
 
 
 @pytest.mark.parametrize(("n", "pieces"), [(1, 3), (7, 3), (64, 16), (0, 2)])
