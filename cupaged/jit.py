@@ -15,7 +15,7 @@ import shutil
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, TypeVar, overload
 
@@ -27,7 +27,6 @@ from numba.core.dispatcher import Dispatcher
 from cupaged.paths import user_cache_dir
 
 F = TypeVar("F", bound=Callable[..., Any])
-prange = numba.prange
 
 # Two engines may start at once, and both change what the process has once: Numba's settings, a dispatcher's.
 _lock = threading.RLock()

@@ -12,11 +12,13 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from cupaged.jit import njit, prange
+from cupaged.jit import njit
 from cupaged.kernels.bits import exp, store
+from cupaged.kernels.chunks import num_chunks
 from cupaged.kernels.launch import Array, Device
 from cupaged.kernels.paged_decode import MAX_GROUP, Decodes, paged_decode_cuda
 from cupaged.kernels.paged_prefill import paged_prefill_cuda
+from cupaged.kernels.parallel import parallel_for
 from cupaged.kernels.tile import ROWS, VECTOR, Places, multiply_rows
 from cupaged.kernels.tree import BLOCK, tree_max, tree_sum
 
@@ -189,11 +191,51 @@ def attend_tile(
             out[token, head, d] = store(out[token, head, d], acc[row * head_dim + d])
 
 
+@njit
+def attend_range(
+    q: Any,
+    pool: Any,
+    layer: int,
+    block_tables: Any,
+    query_start: Any,
+    seq_lens: Any,
+    mask: Mask,
+    sinks: Any,
+    out: Any,
+    tiles: Any,
+    bounds: Any,
+) -> None:
+    """Do the items [first, last): a tile of queries and a KV head each."""
+    _, num_layers, _, num_kv_heads, block_size, head_dim = pool.shape
+    head_size = block_size * head_dim
+    flat = pool.reshape(-1)
+    few = max(1, QUERY_ROWS // mask.group)
+    for item in range(*bounds):
+        kv_head = item % num_kv_heads
+        seq, token = tiles[item // num_kv_heads]
+        end = min(token + few, query_start[seq + 1])
+        position = np.int64(seq_lens[seq]) - (query_start[seq + 1] - token)
+        keys = (layer * 2 * num_kv_heads + kv_head) * head_size
+        values = keys + num_kv_heads * head_size
+        cache = Cache(num_layers * 2 * num_kv_heads * head_size, keys, values, block_size, head_dim)
+        attend_tile(
+            q[token:end],
+            position,
+            kv_head * mask.group,
+            flat,
+            cache,
+            block_tables[seq],
+            mask,
+            sinks,
+            out[token:end],
+        )
+
+
 # For jit.specialize; {} are the types of KV cache and out, f4 or u2 (the bits of bfloat16).
 SIGNATURE = "void(f4[:,:,:],{}[:,:,:,:,:,::1],i8,i4[:,:],i4[::1],i4[::1],f4,i8,f4,f4[::1],{}[:,:,::1])"
 
 
-@njit(parallel=True)
+@njit
 def paged_attention_cpu(
     q: Any,  # float32[num_tokens, num_heads, head_dim]
     pool: Any,  # T[num_blocks, num_layers, 2, num_kv_heads, block_size, head_dim]
@@ -208,9 +250,7 @@ def paged_attention_cpu(
     out: Any,  # float32[num_tokens, num_heads, head_dim]
 ) -> None:
     """Attend from every query of the step to the cached keys up to its own; a decode is one query."""
-    _, num_layers, _, num_kv_heads, block_size, head_dim = pool.shape
-    head_size = block_size * head_dim
-    flat = pool.reshape(-1)
+    num_kv_heads = pool.shape[3]
     group = q.shape[1] // num_kv_heads
     few = max(1, QUERY_ROWS // group)  # queries of a tile
     tiles = np.empty((q.shape[0], 2), np.int32)  # sequence, first token
@@ -219,26 +259,14 @@ def paged_attention_cpu(
         for token in range(query_start[seq], query_start[seq + 1], few):
             tiles[num_tiles, 0], tiles[num_tiles, 1] = seq, token
             num_tiles += 1
-    for item in prange(num_tiles * num_kv_heads):
-        kv_head = item % num_kv_heads
-        seq, token = tiles[item // num_kv_heads]
-        end = min(token + few, query_start[seq + 1])
-        mask = Mask(scale, sliding_window, softcap, group)
-        position = np.int64(seq_lens[seq]) - (query_start[seq + 1] - token)
-        keys = (layer * 2 * num_kv_heads + kv_head) * head_size
-        values = keys + num_kv_heads * head_size
-        cache = Cache(num_layers * 2 * num_kv_heads * head_size, keys, values, block_size, head_dim)
-        attend_tile(
-            q[token:end],
-            position,
-            kv_head * group,
-            flat,
-            cache,
-            block_tables[seq],
-            mask,
-            sinks,
-            out[token:end],
-        )
+    items = num_tiles * num_kv_heads
+    mask = Mask(scale, sliding_window, softcap, group)
+    parallel_for(
+        attend_range,
+        items,
+        num_chunks(items, 1),
+        (q, pool, layer, block_tables, query_start, seq_lens, mask, sinks, out, tiles),
+    )
 
 
 def paged_attention_cuda(

@@ -4,8 +4,9 @@ from typing import Any
 
 import numpy as np
 
-from cupaged.jit import njit, prange
+from cupaged.jit import njit
 from cupaged.kernels.bits import store
+from cupaged.kernels.chunks import num_chunks
 from cupaged.kernels.launch import (
     Array,
     Device,
@@ -15,9 +16,11 @@ from cupaged.kernels.launch import (
     require_packed,
     row_stride,
 )
+from cupaged.kernels.parallel import parallel_for
 from cupaged.kernels.rms_norm import inverse_rms
 
 THREADS = 128  # a block
+GRAIN = 1 << 13  # numbers that are worth a piece of a CPU's work
 MAX_LANES = 32  # of a warp, that can share a head
 
 
@@ -59,6 +62,44 @@ def make_finite(value: Any, key: Any) -> None:
         key[:] = np.nan
 
 
+@njit
+def rope_range(
+    q: Any,
+    k: Any,
+    v: Any,
+    pool: Any,
+    layer: int,
+    positions: Any,
+    slot_mapping: Any,
+    cos_sin: Any,
+    q_norm: Any,
+    k_norm: Any,
+    eps: Any,
+    weight_offset: Any,
+    interleaved: Any,
+    bounds: Any,
+) -> None:
+    """Do what rope_kv_write_cpu does for the tokens [first, last)."""
+    block_size, head_dim = pool.shape[4], pool.shape[5]
+    for token in range(*bounds):
+        angles = cos_sin[positions[token]]
+        for h in range(q.shape[1]):
+            norm_head(q[token, h], q_norm, eps, weight_offset)
+            rotate(q[token, h], angles, interleaved)
+        slot = slot_mapping[token]
+        if slot >= 0:
+            block, offset = np.int64(slot) // block_size, np.int64(slot) % block_size
+            for h in range(k.shape[1]):
+                norm_head(k[token, h], k_norm, eps, weight_offset)
+                rotate(k[token, h], angles, interleaved)
+                make_finite(v[token, h], k[token, h])
+                keys = pool[block, layer, 0, h].reshape(head_dim, block_size)
+                values = pool[block, layer, 1, h]
+                for d in range(head_dim):
+                    keys[d, offset] = store(keys[d, offset], k[token, h, d])
+                    values[offset, d] = store(values[offset, d], v[token, h, d])
+
+
 # For jit.specialize; {} is the KV cache's type, f4 or u2 (the bits of bfloat16).
 SIGNATURE = (
     "void(f4[:,:,:],f4[:,:,:],f4[:,:,:],{}[:,:,:,:,:,::1],i8,i4[::1],i4[::1],f4[:,::1],f4[::1],f4[::1],f4,"
@@ -66,7 +107,7 @@ SIGNATURE = (
 )
 
 
-@njit(parallel=True)
+@njit
 def rope_kv_write_cpu(
     q: Any,  # float32[num_tokens, num_heads, head_dim], changed in place
     k: Any,  # float32[num_tokens, num_kv_heads, head_dim], undefined afterwards: keys are read from the cache
@@ -87,24 +128,10 @@ def rope_kv_write_cpu(
     A token without a slot gets its q rotated like any, and nothing written to the cache. The cache has finite
     values only: of one that is not, the key becomes NaN, and so does what sees the token; nothing else does.
     """
-    block_size, head_dim = pool.shape[4], pool.shape[5]
-    for token in prange(q.shape[0]):
-        angles = cos_sin[positions[token]]
-        for h in range(q.shape[1]):
-            norm_head(q[token, h], q_norm, eps, weight_offset)
-            rotate(q[token, h], angles, interleaved)
-        slot = slot_mapping[token]
-        if slot >= 0:
-            block, offset = np.int64(slot) // block_size, np.int64(slot) % block_size
-            for h in range(k.shape[1]):
-                norm_head(k[token, h], k_norm, eps, weight_offset)
-                rotate(k[token, h], angles, interleaved)
-                make_finite(v[token, h], k[token, h])
-                keys = pool[block, layer, 0, h].reshape(head_dim, block_size)
-                values = pool[block, layer, 1, h]
-                for d in range(head_dim):
-                    keys[d, offset] = store(keys[d, offset], k[token, h, d])
-                    values[offset, d] = store(values[offset, d], v[token, h, d])
+    place = (pool, layer, positions, slot_mapping, cos_sin)
+    norms = (q_norm, k_norm, eps, weight_offset)
+    pieces = num_chunks(q.size + k.size + v.size, GRAIN)
+    parallel_for(rope_range, q.shape[0], pieces, (q, k, v, *place, *norms, interleaved))
 
 
 def rope_kv_write_cuda(
