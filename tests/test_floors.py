@@ -24,7 +24,8 @@ class Floor(NamedTuple):
 GROUND = tuple(
     f"cupaged.{name}" for name in ("config", "sampling_params", "sequence", "batch", "outputs", "paths")
 )
-NUMBA = ("cupaged.jit", "cupaged.threads")  # ground, but importing it loads Numba
+# Ground, but importing it loads Numba.
+NUMBA = ("cupaged.jit", "cupaged.threads", "cupaged.compile_ahead")
 
 # A module belongs to the longest name that fits it.
 FLOORS = {
@@ -69,10 +70,11 @@ FLOORS = {
     "1 kernels, NVRTC": Floor(("cupaged.kernels.nvrtc",), (), ("cuda.pathfinder",)),
     "0 ground": Floor(GROUND, GROUND, ("numpy",)),
     "0 ground, Numba": Floor(NUMBA, (*NUMBA, "cupaged.paths"), ("numba", "llvmlite", "numpy")),
+    "0 ground, bar": Floor(("cupaged.compile_ahead",), NUMBA, ("numba", "tqdm")),
     "0 ground, hub": Floor(("cupaged.hub",), (), ("huggingface_hub",)),
 }
 # Where a name that no reader of imports can see may be imported.
-DYNAMIC = {"cupaged", "cupaged.models"}
+DYNAMIC = {"cupaged", "cupaged.models", "cupaged.compile_ahead"}
 
 
 class Import(NamedTuple):
