@@ -76,6 +76,10 @@ def pack_range(rows: Any, first: int, panels: Any, bounds: Any) -> None:
                     panels[block, j // pair, i % LANES, j % pair] = weight
 
 
+# For jit.specialize: rows, which may be read-only, and panels.
+PACK_SIGNATURE = "void(Array({}, 2, 'C', True), i8, {}[:,:,:,::1])"
+
+
 @njit
 def pack_rows(rows: Any, first: int, panels: Any) -> None:
     """Put rows [n, in_features] to the outputs from `first` on."""
@@ -85,17 +89,28 @@ def pack_rows(rows: Any, first: int, panels: Any) -> None:
 
 @njit_inner
 def multiply_blocks(
-    out: Any, x: Any, weight: Any, at: Places, num_rows: int, blocks: int, depth: int
+    out: Any, initial: Any, x: Any, weight: Any, at: Places, num_rows: int, blocks: int, depth: int
 ) -> None:
-    """Do out += x @ weight for all rows, in tiles; meanwhile fetch the weights from at.ahead on."""
+    """Set out to initial + x @ weight for all rows, in tiles, and fetch the weights from at.ahead on."""
     row, ahead = 0, at.ahead
     while row < num_rows:
         rows = MOST_ROWS
         while rows > num_rows - row:
             rows //= 2
-        out_at, x_at = at.out + row * at.out_stride, at.x + row * at.x_stride
-        here = Places(out_at, at.out_stride, x_at, at.x_stride, at.weight, at.block_stride, ahead)
-        multiply_tile(out, x, weight, here, rows, blocks, depth)
+        out_at, initial_at = at.out + row * at.out_stride, at.initial + row * at.initial_stride
+        x_at = at.x + row * at.x_stride
+        here = Places(
+            out_at,
+            at.out_stride,
+            initial_at,
+            at.initial_stride,
+            x_at,
+            at.x_stride,
+            at.weight,
+            at.block_stride,
+            ahead,
+        )
+        multiply_tile(out, initial, x, weight, here, rows, blocks, depth)
         row += rows
         ahead = at.weight  # which is there already
 
@@ -123,14 +138,13 @@ def multiply_range(x: Any, panels: Any, bias: Any, out: Any, bounds: Any) -> Non
         result, start, row_stride = out_flat, column, out_features
         if edge:
             result, start, row_stride = np.empty(num_rows * LANES, np.float32), 0, LANES
-        for i in range(num_rows):
-            for j in range(blocks * LANES):
-                result[start + i * row_stride + j] = bias[column + j]
+        initial, initial_at, initial_stride = bias, column, 0
         for k in range(0, in_features, DEPTH):
-            here = block * stride + k * LANES
+            here, depth = block * stride + k * LANES, min(DEPTH, in_features - k)
             ahead = here + DEPTH * LANES if k + DEPTH < in_features else (block + blocks) * stride
-            at = Places(start, row_stride, k, in_features, here, stride, ahead)
-            multiply_blocks(result, x_flat, weight, at, num_rows, blocks, min(DEPTH, in_features - k))
+            places = (start, row_stride, initial_at, initial_stride, k, in_features, here, stride, ahead)
+            multiply_blocks(result, initial, x_flat, weight, Places(*places), num_rows, blocks, depth)
+            initial, initial_at, initial_stride = result, start, row_stride
         if edge:
             for i in range(num_rows):
                 for j in range(width):

@@ -7,7 +7,8 @@ float32  float32  one chain of fused multiply-adds, ascending
 float32  bf16     the same chain: a weight becomes float32 by a shift
 bf16     bf16     one chain of dot products of pairs, ascending (vdpbf16ps)
 
-bfloat16 is passed as uint16. A tile begins with what is in `out`, so that the inputs may be taken in parts.
+bfloat16 is passed as uint16. A tile begins with `initial`, which is the bias, or `out` itself where the
+inputs are taken in parts.
 """
 
 from typing import Any, NamedTuple
@@ -37,6 +38,8 @@ class Places(NamedTuple):
 
     out: int
     out_stride: int
+    initial: int
+    initial_stride: int  # 0 if all rows begin alike
     x: int
     x_stride: int
     weight: int  # of the first block's first input
@@ -44,10 +47,14 @@ class Places(NamedTuple):
     ahead: int  # weights that will be wanted next
 
 
-def multiply_tile(out: Any, x: Any, weight: Any, at: Places, rows: int, blocks: int, depth: int) -> None:
-    """Do out[rows, blocks * LANES] += x[rows, depth] @ weight of one of _ROWS and one of _BLOCKS."""
+def multiply_tile(
+    out: Any, initial: Any, x: Any, weight: Any, at: Places, rows: int, blocks: int, depth: int
+) -> None:
+    """Set out[rows, blocks * LANES] to initial + x[rows, depth] @ weight, of a size in _ROWS and _BLOCKS."""
     pair = 1 if weight.dtype == np.float32 else 2
     for i in range(rows):
+        for j in range(blocks * LANES):
+            out[at.out + i * at.out_stride + j] = initial[at.initial + i * at.initial_stride + j]
         for j in range(blocks):
             for k in range(depth):
                 value = load(x[at.x + i * at.x_stride + k])
@@ -60,13 +67,12 @@ def multiply_tile(out: Any, x: Any, weight: Any, at: Places, rows: int, blocks: 
 class _Tile:
     """Writes the LLVM code of one tile."""
 
-    def __init__(self, builder: Any, pointers: tuple[Any, Any, Any], places: list[Any]) -> None:
+    def __init__(self, builder: Any, pointers: tuple[Any, Any, Any, Any], places: list[Any]) -> None:
         self.builder = builder
-        self.out, self.x, self.weight = pointers
+        self.out, self.initial, self.x, self.weight = pointers
         self.at = Places(*places)
-        types_of = [str(pointer.type.pointee) for pointer in pointers]
-        self.pair = 1 if types_of[2] == "float" else 2
-        self.dot = types_of[1] == "i16"
+        self.pair = 1 if self.weight.type.pointee == ir.FloatType() else 2
+        self.dot = self.x.type.pointee == ir.IntType(16)
 
     def load(self, base: Any, index: Any, kind: Any) -> Any:
         """Load a number or vector `kind` from element `index` on."""
@@ -77,12 +83,12 @@ class _Tile:
 
     def emit(self, rows: int, blocks: int, depth: Any) -> None:
         builder, at = self.builder, self.at
-        where = [
-            builder.add(at.out, builder.add(builder.mul(INT(i), at.out_stride), INT(j * LANES)))
-            for i in range(rows)
-            for j in range(blocks)
-        ]
-        sums = [cgutils.alloca_once_value(builder, self.load(self.out, index, FLOATS)) for index in where]
+        sums = []
+        for i in range(rows):
+            row = builder.add(at.initial, builder.mul(INT(i), at.initial_stride))
+            for j in range(blocks):
+                first = self.load(self.initial, builder.add(row, INT(j * LANES)), FLOATS)
+                sums.append(cgutils.alloca_once_value(builder, first))
         steps = builder.udiv(depth, INT(self.pair)) if self.pair > 1 else depth
         with cgutils.for_range(builder, steps) as loop:
             ahead = builder.add(at.ahead, builder.mul(loop.index, INT(LANES * self.pair)))
@@ -95,9 +101,12 @@ class _Tile:
             odd = builder.icmp_unsigned("!=", builder.urem(depth, INT(self.pair)), INT(0))
             with builder.if_then(odd, likely=False):
                 self.step(sums, rows, blocks, steps, whole=False)
-        for index, total in zip(where, sums, strict=True):
-            place = builder.bitcast(builder.gep(self.out, [index]), FLOATS.as_pointer())
-            builder.store(builder.load(total), place).align = 4
+        for i in range(rows):
+            row = builder.add(at.out, builder.mul(INT(i), at.out_stride))
+            for j in range(blocks):
+                place = builder.gep(self.out, [builder.add(row, INT(j * LANES))])
+                total = builder.load(sums[i * blocks + j])
+                builder.store(total, builder.bitcast(place, FLOATS.as_pointer())).align = 4
 
     def step(self, sums: list[Any], rows: int, blocks: int, index: Any, *, whole: bool) -> None:
         """Add the products of one input, or of a pair; of its first one only, if it is not whole."""
@@ -132,38 +141,48 @@ class _Tile:
 
 
 def _type_tile(
-    _context: Any, out: Any, x: Any, weight: Any, at: Any, rows: Any, blocks: Any, depth: Any
+    _context: Any,
+    out: Any,
+    initial: Any,
+    x: Any,
+    weight: Any,
+    at: Any,
+    rows: Any,
+    blocks: Any,
+    depth: Any,
 ) -> Any:
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         pointers = tuple(
-            context.make_array(signature.args[i])(context, builder, args[i]).data for i in range(3)
+            context.make_array(signature.args[i])(context, builder, args[i]).data for i in range(4)
         )
         places = [
-            context.cast(builder, builder.extract_value(args[3], i), kind, types.intp)
-            for i, kind in enumerate(signature.args[3])
+            context.cast(builder, builder.extract_value(args[4], i), kind, types.intp)
+            for i, kind in enumerate(signature.args[4])
         ]
         tile = _Tile(builder, pointers, places)
         done = builder.append_basic_block("done")
-        size = builder.add(builder.mul(args[4], INT(MOST_BLOCKS + 1)), args[5])
+        size = builder.add(builder.mul(args[5], INT(MOST_BLOCKS + 1)), args[6])
         switch = builder.switch(size, done)
         for rows in _ROWS:
             for blocks in _BLOCKS:
                 block = builder.append_basic_block(f"rows{rows}blocks{blocks}")
                 switch.add_case(INT(rows * (MOST_BLOCKS + 1) + blocks), block)
                 builder.position_at_end(block)
-                tile.emit(rows, blocks, args[6])
+                tile.emit(rows, blocks, args[7])
                 builder.branch(done)
         builder.position_at_end(done)
         return context.get_dummy_value()
 
-    return types.void(out, x, weight, at, types.intp, types.intp, types.intp), generate
+    return types.void(out, initial, x, weight, at, types.intp, types.intp, types.intp), generate
 
 
 _multiply_tile: Any = intrinsic(_type_tile)
 
 
 @overload(multiply_tile, strict=False)
-def _overload_tile(out: Any, x: Any, weight: Any, at: Any, rows: Any, blocks: Any, depth: Any) -> Any:
-    return lambda out, x, weight, at, rows, blocks, depth: _multiply_tile(
-        out, x, weight, at, rows, blocks, depth
+def _overload_tile(
+    out: Any, initial: Any, x: Any, weight: Any, at: Any, rows: Any, blocks: Any, depth: Any
+) -> Any:
+    return lambda out, initial, x, weight, at, rows, blocks, depth: _multiply_tile(
+        out, initial, x, weight, at, rows, blocks, depth
     )
