@@ -9,7 +9,7 @@ import pytest
 from numpy.typing import NDArray
 
 from cupaged.jit import specialize
-from cupaged.kernels.rope_kv_write import SIGNATURE, rope_kv_write_cpu
+from cupaged.kernels.rope_kv_write import GRAIN, SIGNATURE, rope_kv_write_cpu
 
 NONE = np.empty(0, np.float32)
 BLOCK_SIZE, NUM_BLOCKS, NUM_LAYERS, LAYER = 16, 5, 2, 1
@@ -73,9 +73,11 @@ class Step:
 
 
 @pytest.mark.parametrize("interleaved", [False, True])
-@pytest.mark.parametrize("rotary_dim", [12, 8, 2])
-def test_q_and_cached_k_are_rotated_by_position(rotary_dim: int, interleaved: bool) -> None:
-    step = Step(rotary_dim=rotary_dim, interleaved=interleaved)
+@pytest.mark.parametrize(
+    ("head_dim", "rotary_dim"), [(12, 12), (12, 8), (12, 2), (64, 64), (64, 40), (80, 80)]
+)
+def test_q_and_cached_k_are_rotated_by_position(head_dim: int, rotary_dim: int, interleaved: bool) -> None:
+    step = Step(head_dim=head_dim, rotary_dim=rotary_dim, interleaved=interleaved)
 
     step.run()
 
@@ -152,3 +154,22 @@ def test_single_token_is_accepted_like_many() -> None:
     step.run()
 
     assert np.abs(step.qkv[:, :4] - step.rotated(step.before[:, :4])).max() < 1e-6
+
+
+def test_token_has_the_same_bits_alone() -> None:
+    num_tokens = BLOCK_SIZE * NUM_BLOCKS
+    head_dim = 2 * GRAIN // (4 * num_tokens) // 2 * 2 + 2  # more than one thread's
+    together, alone = (
+        Step(head_dim=head_dim, rotary_dim=head_dim, num_tokens=num_tokens, kv_dtype=ml_dtypes.bfloat16)
+        for _ in range(2)
+    )
+
+    together.run()
+    qkv, slots, positions = alone.qkv, alone.slots, alone.positions
+    for token in range(num_tokens):
+        one = slice(token, token + 1)
+        alone.qkv, alone.slots, alone.positions = qkv[one], slots[one], positions[one]
+        alone.run()
+
+    assert np.array_equal(together.qkv, qkv)
+    assert np.array_equal(together.pool, alone.pool, equal_nan=True)
