@@ -25,9 +25,9 @@ import numpy as np
 from llvmlite import ir
 from numba.core import cgutils as _cgutils
 from numba.core import types
-from numba.extending import intrinsic
+from numba.extending import intrinsic, overload
 
-from cupaged.jit import njit
+from cupaged.jit import njit, specialize
 
 # ruff: noqa: ARG001  (Numba knows an operation's arguments by the parameters of the function that types it)
 
@@ -126,10 +126,14 @@ _yield: Any = types.ExternalFunction(
 )
 
 
-@njit
 def num_team_threads() -> int:
     """Return the threads that the job which this thread would lead may have, itself included."""
-    return _load(LIMIT)  # type: ignore[no-any-return]
+    return int(_words[LIMIT])
+
+
+@overload(num_team_threads)
+def _num_team_threads() -> Any:
+    return lambda: _load(LIMIT)
 
 
 @njit
@@ -164,7 +168,7 @@ def lead(task: int, data: int, pieces: int) -> None:
     _store(LEADING, 0)
 
 
-@njit(signatures=["void(i8)"])
+@njit
 def _follow(number: int) -> None:
     """Take pieces of the jobs that leaders open; return when there has been none for a while."""
     idle = done = 0
@@ -243,6 +247,7 @@ class ParallelRunner:
     """Runs parallel kernels on up to `num_threads` threads, one kernel at a time in this process."""
 
     def __init__(self, num_threads: int | None = None) -> None:
+        specialize(_follow, "void(i8)")
         limit = available_cpus()
         self.num_threads = limit if num_threads is None else min(num_threads, limit)
 

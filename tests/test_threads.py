@@ -113,10 +113,10 @@ def test_threads_sleep_when_nothing_has_run_for_a_while() -> None:
     code = """
     import os, time
     import numpy as np
-    from cupaged.kernels.linear import pack_rows
+    from cupaged.kernels.gated_mul import silu_mul_cpu
     from cupaged.threads import ParallelRunner
-    rows, panels = np.ones((4096, 64), np.float32), np.zeros((256, 64, 16, 1), np.float32)
-    ParallelRunner(2).run([(pack_rows, (rows, 0, panels))] * 50)
+    x, out = np.ones((512, 512), np.float32), np.zeros((512, 256), np.float32)
+    ParallelRunner(2).run([(silu_mul_cpu, (x, out))] * 50)
     time.sleep(0.5)
     before = time.process_time()
     time.sleep(0.5)
@@ -148,16 +148,16 @@ def test_a_forked_process_has_a_team_of_its_own() -> None:
     code = """
     import os, warnings
     import numpy as np
-    from cupaged.kernels.linear import pack_rows
+    from cupaged.kernels.gated_mul import silu_mul_cpu
     from cupaged.threads import ParallelRunner
     warnings.simplefilter("ignore")  # that a process with threads forks
-    rows, panels = np.ones((4096, 64), np.float32), np.zeros((256, 64, 16, 1), np.float32)
+    x, out = np.ones((512, 512), np.float32), np.zeros((512, 256), np.float32)
     runner = ParallelRunner(2)
-    runner.run([(pack_rows, (rows, 0, panels))] * 50)
+    runner.run([(silu_mul_cpu, (x, out))] * 50)
     child = os.fork()
-    panels[:] = 0
-    runner.run([(pack_rows, (rows, 0, panels))] * 50)
-    assert panels.all()
+    out[:] = 0
+    runner.run([(silu_mul_cpu, (x, out))] * 50)
+    assert out.all()
     if child:
         print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
     """
