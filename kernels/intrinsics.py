@@ -17,29 +17,15 @@ _FEATURES = llvmlite.binding.get_host_cpu_features()
 HAS_AVX512 = bool(_FEATURES.get("avx512f", False))
 HAS_BF16 = HAS_AVX512 and bool(_FEATURES.get("avx512bf16", False))
 HAS_VNNI = HAS_AVX512 and bool(_FEATURES.get("avx512vnni", False))
-
-
-class _BFloat(ir.Type):  # type: ignore[misc]  # llvmlite has no types
-    """LLVM's bfloat, which llvmlite does not name."""
-
-    intrinsic_name = "bf16"
-
-    def _to_string(self) -> str:
-        return "bfloat"
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _BFloat)
-
-    def __hash__(self) -> int:
-        return hash("bfloat")
+HAS_AVX_VNNI = bool(_FEATURES.get("avxvnni", False))
 
 
 INT = ir.IntType(64)
 _INT32 = ir.IntType(32)
 FLOATS = ir.VectorType(ir.FloatType(), LANES)
 WORDS = ir.VectorType(_INT32, LANES)
-_HALF_FLOATS = ir.VectorType(_BFloat(), 2 * LANES)
-_BYTES = ir.VectorType(ir.IntType(8), 4 * LANES)
+HALVES = ir.VectorType(ir.IntType(16), LANES)
+_ALL_HALVES = ir.VectorType(ir.IntType(16), 2 * LANES)
 
 
 def _call(builder: Any, name: str, result: Any, *args: Any) -> Any:
@@ -49,6 +35,12 @@ def _call(builder: Any, name: str, result: Any, *args: Any) -> Any:
 
 def _words(value: int) -> Any:
     return ir.Constant(WORDS, [value] * LANES)
+
+
+def _part(builder: Any, vector: Any, start: int, count: int) -> Any:
+    """Return the lanes [start, start + count)."""
+    lanes = ir.Constant(ir.VectorType(_INT32, count), list(range(start, start + count)))
+    return builder.shuffle_vector(vector, vector, lanes)
 
 
 def splat(builder: Any, value: Any) -> Any:
@@ -63,14 +55,10 @@ def fma(builder: Any, a: Any, b: Any, total: Any) -> Any:
     return _call(builder, f"llvm.fma.v{LANES}f32", FLOATS, a, b, total)
 
 
-def first_of_pairs(builder: Any, pairs: Any) -> Any:
-    """Return the first bfloat16 of each word as float32, whose upper half it is (vpslld)."""
-    return builder.bitcast(builder.shl(pairs, _words(16)), FLOATS)
-
-
-def second_of_pairs(builder: Any, pairs: Any) -> Any:
-    """Return the second bfloat16 of each word as float32 (vpandd)."""
-    return builder.bitcast(builder.and_(pairs, _words(0xFFFF0000)), FLOATS)
+def floats_of_pairs(builder: Any, pairs: Any) -> tuple[Any, Any]:
+    """Return the first and the second bfloat16 of each word as float32, whose upper half it is (vpslld)."""
+    first, second = builder.shl(pairs, _words(16)), builder.and_(pairs, _words(0xFFFF0000))
+    return builder.bitcast(first, FLOATS), builder.bitcast(second, FLOATS)
 
 
 def dot_pairs(builder: Any, total: Any, a: Any, b: Any) -> Any:
@@ -78,20 +66,83 @@ def dot_pairs(builder: Any, total: Any, a: Any, b: Any) -> Any:
 
     The products are exact, each sum is rounded to nearest even; denormals count as 0.
     """
-    pairs = (builder.bitcast(x, _HALF_FLOATS) for x in (a, b))
-    return _call(builder, "llvm.x86.avx512bf16.dpbf16ps.512", FLOATS, total, *pairs)
+    return _call(builder, "llvm.x86.avx512bf16.dpbf16ps.512", FLOATS, total, a, b)
 
 
 def round_to_pairs(builder: Any, high: Any, low: Any) -> Any:
     """Return 32 float32 as bfloat16, rounded to nearest even (vcvtne2ps2bf16; HAS_BF16)."""
     name = "llvm.x86.avx512bf16.cvtne2ps2bf16.512"
-    return builder.bitcast(_call(builder, name, _HALF_FLOATS, high, low), WORDS)
+    return builder.bitcast(_call(builder, name, _ALL_HALVES, high, low), WORDS)
 
 
-def dot_bytes(builder: Any, total: Any, unsigned: Any, signed: Any) -> Any:
-    """Return total + the four products of each word's bytes, as int32 (vpdpbusd; HAS_VNNI)."""
-    quads = (builder.bitcast(x, _BYTES) for x in (unsigned, signed))
-    return _call(builder, "llvm.x86.avx512.vpdpbusd.512", WORDS, total, *quads)
+def floats_of_byte_pairs(builder: Any, pairs: Any) -> tuple[Any, Any]:
+    """Return the first and the second int8 of each of LANES pairs as float32 (vpmovsxwd, vcvtdq2ps)."""
+    words = builder.sext(builder.bitcast(pairs, HALVES), WORDS)
+    first = builder.ashr(builder.shl(words, _words(24)), _words(24))
+    return builder.sitofp(first, FLOATS), builder.sitofp(builder.ashr(words, _words(8)), FLOATS)
+
+
+def halves_of_byte_pairs(builder: Any, pairs: Any) -> Any:
+    """Return LANES pairs of int8 as pairs of bfloat16, which holds them exactly (vpmovsxbd, vcvtdq2ps)."""
+    floats = [
+        builder.sitofp(builder.sext(_part(builder, pairs, start, LANES), WORDS), FLOATS)
+        for start in (0, LANES)
+    ]
+    return round_to_pairs(builder, floats[1], floats[0])
+
+
+def dot_quads_512(builder: Any, total: Any, unsigned: Any, signed: Any) -> Any:
+    """Return total + the four products of each word's uint8 and int8, as int32 (vpdpbusd; HAS_VNNI)."""
+    return _call(builder, "llvm.x86.avx512.vpdpbusd.512", WORDS, total, unsigned, signed)
+
+
+def dot_quads_256(builder: Any, total: Any, unsigned: Any, signed: Any) -> Any:
+    """Return the same, by halves (vpdpbusd on ymm; HAS_AVX_VNNI)."""
+    half = ir.VectorType(_INT32, LANES // 2)
+    low, high = (
+        _call(
+            builder,
+            "llvm.x86.avx512.vpdpbusd.256",
+            half,
+            *(_part(builder, x, start, LANES // 2) for x in (total, unsigned, signed)),
+        )
+        for start in (0, LANES // 2)
+    )
+    return builder.shuffle_vector(low, high, ir.Constant(WORDS, list(range(LANES))))
+
+
+def dot_quads_plain(builder: Any, total: Any, unsigned: Any, signed: Any) -> Any:
+    """Return the same, anywhere: a product of uint8 and int8 fits 16 bits (vpmullw, vpaddd)."""
+    eight = ir.Constant(_ALL_HALVES, [8] * 2 * LANES)
+    u, s = (builder.bitcast(x, _ALL_HALVES) for x in (unsigned, signed))
+    even = builder.mul(builder.lshr(builder.shl(u, eight), eight), builder.ashr(builder.shl(s, eight), eight))
+    odd = builder.mul(builder.lshr(u, eight), builder.ashr(s, eight))
+    for products in (even, odd):
+        words = builder.bitcast(products, WORDS)
+        total = builder.add(total, builder.ashr(builder.shl(words, _words(16)), _words(16)))
+        total = builder.add(total, builder.ashr(words, _words(16)))
+    return total
+
+
+# The same integers by whichever the CPU has.
+dot_quads = dot_quads_512 if HAS_VNNI else dot_quads_256 if HAS_AVX_VNNI else dot_quads_plain
+
+
+def load_part(builder: Any, pointer: Any, count: Any) -> Any:
+    """Load up to LANES float32, `count` of them if it is less, and zeros behind (vmovups {k}{z})."""
+    zeros = ir.Constant(FLOATS, None)
+    mask, align = _first_lanes(builder, count), _INT32(4)
+    return _call(builder, f"llvm.masked.load.v{LANES}f32.p0", FLOATS, pointer, align, mask, zeros)
+
+
+def store_part(builder: Any, value: Any, pointer: Any, count: Any) -> None:
+    """Store up to LANES float32, `count` of them if it is less (vmovups {k})."""
+    mask, align = _first_lanes(builder, count), _INT32(4)
+    _call(builder, f"llvm.masked.store.v{LANES}f32.p0", ir.VoidType(), value, pointer, align, mask)
+
+
+def _first_lanes(builder: Any, count: Any) -> Any:
+    return builder.icmp_signed("<", ir.Constant(WORDS, list(range(LANES))), splat(builder, count))
 
 
 def prefetch(builder: Any, pointer: Any) -> None:

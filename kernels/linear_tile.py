@@ -2,13 +2,16 @@
 
 The types of x and weight choose the arithmetic, the same for every number of rows:
 
-x        weight   each output is
-float32  float32  one chain of fused multiply-adds, ascending
-float32  bf16     the same chain: a weight becomes float32 by a shift
-bf16     bf16     one chain of dot products of pairs, ascending (vdpbf16ps)
+x        weight      each output is
+float32  float32     one chain of fused multiply-adds, ascending, from the bias on
+float32  bf16        the same chain: a weight becomes float32 by a shift
+bf16     bf16        one chain of dot products of pairs, ascending, from the bias on (vdpbf16ps)
+float32  int8        a chain of fused multiply-adds, ascending, times the output's scale, plus the bias
+bf16     int8        a chain of dot products of pairs, ascending, times the scale, plus the bias
+uint8    int8 quads  an integer, times the scales of row and output, plus the bias
 
-bfloat16 is passed as uint16. A tile begins with `initial`, which is the bias, or `out` itself where the
-inputs are taken in parts.
+bfloat16 is passed as uint16. A byte of x is 128 more than what it stands for. Where the inputs are taken in
+parts, sums wait in `out`, in their 32 bits.
 """
 
 from typing import Any, NamedTuple
@@ -31,135 +34,219 @@ MOST_ROWS, MOST_BLOCKS = (8, 3) if HAS_AVX512 else (4, 1)
 FETCHING_ROWS = 4  # from which on a tile computes long enough to fetch the next one's weights meanwhile
 _ROWS = [rows for rows in (8, 4, 2, 1) if rows <= MOST_ROWS]
 _BLOCKS = sorted({MOST_BLOCKS, 1}, reverse=True)
+_BYTE, _WORD, _FLOAT = ir.IntType(8), ir.IntType(32), ir.FloatType()
 
 
 class Places(NamedTuple):
-    """Where a tile lies in its flat arrays, and from one row or block to the next, in elements."""
+    """Where a tile lies, in elements of the flat arrays; which part of the inputs it takes."""
 
-    out: int
+    row: int
+    column: int
+    width: int  # outputs from `column` on, of which there may be fewer than the blocks have
     out_stride: int
-    initial: int
-    initial_stride: int  # 0 if all rows begin alike
-    x: int
+    x: int  # of the first row's first input
     x_stride: int
     weight: int  # of the first block's first input
     block_stride: int
     ahead: int  # weights that will be wanted next
+    is_first: bool
+    is_last: bool
 
 
 def multiply_tile(
-    out: Any, initial: Any, x: Any, weight: Any, at: Places, rows: int, blocks: int, depth: int
+    out: Any, x: Any, weight: Any, terms: Any, at: Places, rows: int, blocks: int, depth: int
 ) -> None:
-    """Set out[rows, blocks * LANES] to initial + x[rows, depth] @ weight, of a size in _ROWS and _BLOCKS."""
-    pair = 1 if weight.dtype == np.float32 else 2
+    """Set out[rows, blocks * LANES] to x[rows, depth] @ weight, of one of _ROWS and one of _BLOCKS.
+
+    terms: (bias,); of int8 pairs (bias, scales); of quads (bias, scales, begin, row_scales), where begin is
+    the int32 that makes up for the 128 in x. All but the last are by output, float32.
+    """
+    bias, scales, begin, row_scales = (*terms, None, None, None)[:4]
+    group = {4: 1, 2: 2, 1: 2 if begin is None else 4}[weight.itemsize]
+    sums = out if begin is None else out.view(np.int32)
+    k = np.arange(depth)
     for i in range(rows):
-        for j in range(blocks * LANES):
-            out[at.out + i * at.out_stride + j] = initial[at.initial + i * at.initial_stride + j]
-        for j in range(blocks):
-            for k in range(depth):
-                value = load(x[at.x + i * at.x_stride + k])
-                start = at.weight + j * at.block_stride + k // pair * pair * LANES + k % pair
-                for lane in range(LANES):
-                    place = at.out + i * at.out_stride + j * LANES + lane
-                    out[place] += value * load(weight[start + lane * pair])
+        inputs = x[at.x + i * at.x_stride :][:depth]
+        values = inputs.astype(np.int32) if group == 4 else np.array([load(value) for value in inputs])
+        for j in range(min(blocks * LANES, at.width)):
+            lane = at.weight + j // LANES * at.block_stride + j % LANES * group
+            column, place = at.column + j, (at.row + i) * at.out_stride + at.column + j
+            total = sums[place]
+            if at.is_first:
+                total = (
+                    begin[column]
+                    if begin is not None
+                    else bias[column]
+                    if scales is None
+                    else sums.dtype.type(0)
+                )
+            taken = weight[lane + k // group * LANES * group + k % group]
+            for value, one in zip(values, taken, strict=True):
+                total += value * (one if one.dtype == np.int8 else load(one))
+            sums[place] = total
+            if at.is_last and scales is not None:
+                factor = scales[column] if row_scales is None else row_scales[at.row + i] * scales[column]
+                out[place] = np.float32(total) * factor + bias[column]
 
 
 class _Tile:
     """Writes the LLVM code of one tile."""
 
-    def __init__(self, builder: Any, pointers: tuple[Any, Any, Any, Any], places: list[Any]) -> None:
+    def __init__(self, builder: Any, arrays: list[Any], terms: list[Any], at: Places) -> None:
         self.builder = builder
-        self.out, self.initial, self.x, self.weight = pointers
-        self.at = Places(*places)
-        self.pair = 1 if self.weight.type.pointee == ir.FloatType() else 2
-        self.dot = self.x.type.pointee == ir.IntType(16)
+        self.out, self.x, self.weight = arrays
+        self.bias, self.scales, self.begin, self.row_scales = (*terms, None, None, None)[:4]
+        self.at = at
+        kind = self.weight.type.pointee
+        self.is_float, self.is_byte = kind == _FLOAT, kind == _BYTE
+        self.group = 1 if self.is_float else 2 if self.begin is None else 4
+        self.sum = FLOATS if self.begin is None else WORDS
 
-    def load(self, base: Any, index: Any, kind: Any) -> Any:
+    def load(self, base: Any, index: Any, kind: Any, align: int) -> Any:
         """Load a number or vector `kind` from element `index` on."""
-        place = self.builder.bitcast(self.builder.gep(base, [index]), kind.as_pointer())
-        value = self.builder.load(place)
-        value.align = 2 if self.dot and base is self.x else 4
+        value = self.builder.load(self.place(base, index, kind))
+        value.align = align
         return value
 
+    def place(self, base: Any, index: Any, kind: Any) -> Any:
+        return self.builder.bitcast(self.builder.gep(base, [index]), kind.as_pointer())
+
     def emit(self, rows: int, blocks: int, depth: Any) -> None:
-        builder, at = self.builder, self.at
-        sums = []
-        for i in range(rows):
-            row = builder.add(at.initial, builder.mul(INT(i), at.initial_stride))
-            for j in range(blocks):
-                first = self.load(self.initial, builder.add(row, INT(j * LANES)), FLOATS)
-                sums.append(cgutils.alloca_once_value(builder, first))
-        steps = builder.udiv(depth, INT(self.pair)) if self.pair > 1 else depth
+        """Begin, add all products, and put the sums to where they belong."""
+        builder = self.builder
+        sums = self.begin_sums(rows, blocks)
+        steps = builder.udiv(depth, INT(self.group)) if self.group > 1 else depth
         with cgutils.for_range(builder, steps) as loop:
-            ahead = builder.add(at.ahead, builder.mul(loop.index, INT(LANES * self.pair)))
-            for j in range(blocks if rows >= FETCHING_ROWS else 0):
-                place = builder.add(ahead, builder.mul(INT(j), at.block_stride))
-                intrinsics.prefetch(builder, builder.gep(self.weight, [place]))
+            # Of pairs of bytes the instructions under way at a time span too little to hide the memory.
+            if rows >= FETCHING_ROWS or (self.is_byte and self.group == 2):
+                self.fetch(blocks, loop.index)
             intrinsics.keep_loop(builder)
             self.step(sums, rows, blocks, loop.index, whole=True)
-        if self.pair > 1:
-            odd = builder.icmp_unsigned("!=", builder.urem(depth, INT(self.pair)), INT(0))
+        if self.group == 2:
+            odd = builder.trunc(depth, ir.IntType(1))
             with builder.if_then(odd, likely=False):
                 self.step(sums, rows, blocks, steps, whole=False)
-        for i in range(rows):
-            row = builder.add(at.out, builder.mul(INT(i), at.out_stride))
-            for j in range(blocks):
-                place = builder.gep(self.out, [builder.add(row, INT(j * LANES))])
-                total = builder.load(sums[i * blocks + j])
-                builder.store(total, builder.bitcast(place, FLOATS.as_pointer())).align = 4
+        self.end_sums(sums, rows, blocks)
+
+    def fetch(self, blocks: int, index: Any) -> None:
+        """Ask for the weights that will be wanted where these are used up."""
+        builder, at = self.builder, self.at
+        ahead = builder.add(at.ahead, builder.mul(index, INT(LANES * self.group)))
+        for j in range(blocks):
+            place = builder.add(ahead, builder.mul(INT(j), at.block_stride))
+            intrinsics.prefetch(builder, builder.gep(self.weight, [place]))
+
+    def begin_sums(self, rows: int, blocks: int) -> list[Any]:
+        """Return the accumulators: of a first part they begin anew, else with what waits in `out`."""
+        builder = self.builder
+        sums = [cgutils.alloca_once(builder, self.sum) for _ in range(rows * blocks)]
+        with builder.if_else(self.at.is_first) as (anew, waiting):
+            with anew:
+                for j in range(blocks):
+                    start = self.first_sum(j)
+                    for i in range(rows):
+                        builder.store(start, sums[i * blocks + j])
+            with waiting:
+                for n, total in enumerate(sums):
+                    kept = intrinsics.load_part(builder, *self.outputs(n // blocks, n % blocks))
+                    builder.store(builder.bitcast(kept, self.sum), total)
+        return sums
+
+    def first_sum(self, block: int) -> Any:
+        """Return what each row's sum begins with."""
+        base = self.bias if self.scales is None else self.begin
+        return ir.Constant(FLOATS, None) if base is None else self.by_output(base, block, self.sum)
+
+    def by_output(self, base: Any, block: int, kind: Any) -> Any:
+        """Load what there is one of for each output."""
+        return self.load(base, self.builder.add(self.at.column, INT(block * LANES)), kind, 4)
+
+    def outputs(self, row: int, block: int) -> tuple[Any, Any]:
+        """Return where the outputs of a row and block are, and how many of them exist."""
+        builder, at = self.builder, self.at
+        first = builder.add(builder.mul(builder.add(at.row, INT(row)), at.out_stride), at.column)
+        count = builder.trunc(builder.sub(at.width, INT(block * LANES)), _WORD)
+        return self.place(self.out, builder.add(first, INT(block * LANES)), FLOATS), count
+
+    def end_sums(self, sums: list[Any], rows: int, blocks: int) -> None:
+        """Scale the sums, if there is anything to scale them by and they are complete; store them."""
+        builder = self.builder
+        if self.scales is not None:
+            with builder.if_then(self.at.is_last):
+                for j in range(blocks):
+                    scales, bias = (self.by_output(base, j, FLOATS) for base in (self.scales, self.bias))
+                    for i in range(rows):
+                        total = sums[i * blocks + j]
+                        value = self.scaled(builder.load(total), i, scales, bias)
+                        builder.store(builder.bitcast(value, self.sum), total)
+        for n, total in enumerate(sums):
+            pointer, count = self.outputs(n // blocks, n % blocks)
+            intrinsics.store_part(builder, builder.bitcast(builder.load(total), FLOATS), pointer, count)
+
+    def scaled(self, total: Any, row: int, scales: Any, bias: Any) -> Any:
+        builder = self.builder
+        if self.row_scales is not None:
+            scale = self.load(self.row_scales, builder.add(self.at.row, INT(row)), _FLOAT, 4)
+            scales = builder.fmul(intrinsics.splat(builder, scale), scales)
+            total = builder.sitofp(total, FLOATS)
+        return builder.fadd(builder.fmul(total, scales), bias)
 
     def step(self, sums: list[Any], rows: int, blocks: int, index: Any, *, whole: bool) -> None:
-        """Add the products of one input, or of a pair; of its first one only, if it is not whole."""
+        """Add the products of one group of inputs; of its first one only, if it is not whole."""
         builder, at = self.builder, self.at
-        start = builder.add(at.weight, builder.mul(index, INT(LANES * self.pair)))
-        kind = FLOATS if self.pair == 1 else WORDS
+        start = builder.add(at.weight, builder.mul(index, INT(LANES * self.group)))
         weights = [
-            self.load(self.weight, builder.add(start, builder.mul(INT(j), at.block_stride)), kind)
-            for j in range(blocks)
+            self.weights(builder.add(start, builder.mul(INT(j), at.block_stride))) for j in range(blocks)
         ]
-        first = builder.mul(index, INT(self.pair))
+        first = builder.mul(index, INT(self.group))
         for i in range(rows):
             here = builder.add(builder.add(at.x, builder.mul(INT(i), at.x_stride)), first)
             for total, weight in zip(sums[i * blocks :], weights, strict=False):
                 builder.store(self.add(builder.load(total), here, weight, whole=whole), total)
 
+    def weights(self, index: Any) -> Any:
+        """Load the weights of a group of inputs, in the form that `add` takes."""
+        builder, is_dot = self.builder, self.x.type.pointee != _FLOAT
+        if self.is_float:
+            return [self.load(self.weight, index, FLOATS, 4)]
+        if self.is_byte and self.begin is None:
+            pairs = self.load(self.weight, index, ir.VectorType(_BYTE, 2 * LANES), 1)
+            convert = intrinsics.halves_of_byte_pairs if is_dot else intrinsics.floats_of_byte_pairs
+            return convert(builder, pairs)
+        words = self.load(self.weight, index, WORDS, 1 if self.is_byte else 4)
+        return words if is_dot else intrinsics.floats_of_pairs(builder, words)
+
     def add(self, total: Any, here: Any, weight: Any, *, whole: bool) -> Any:
-        """Return the total and the product of the inputs at `here`."""
-        builder = self.builder
-        if self.dot:
-            pair = self.load(self.x, here, ir.IntType(32 if whole else 16))
-            word = pair if whole else builder.zext(pair, ir.IntType(32))
-            return intrinsics.dot_pairs(builder, total, weight, intrinsics.splat(builder, word))
-        x = intrinsics.splat(builder, self.load(self.x, here, ir.FloatType()))
-        if self.pair == 1:
-            return intrinsics.fma(builder, x, weight, total)
-        total = intrinsics.fma(builder, x, intrinsics.first_of_pairs(builder, weight), total)
-        if not whole:
+        """Return the total and the products of the inputs from `here` on."""
+        builder, kind = self.builder, self.x.type.pointee
+        if kind == _FLOAT:
+            for k, one in enumerate(weight if whole else weight[:1]):
+                x = self.load(self.x, builder.add(here, INT(k)), _FLOAT, 4)
+                total = intrinsics.fma(builder, intrinsics.splat(builder, x), one, total)
             return total
-        x = intrinsics.splat(builder, self.load(self.x, builder.add(here, INT(1)), ir.FloatType()))
-        return intrinsics.fma(builder, x, intrinsics.second_of_pairs(builder, weight), total)
+        group = self.load(self.x, here, _WORD if whole else ir.IntType(16), 1 if kind == _BYTE else 2)
+        x = intrinsics.splat(builder, group if whole else builder.zext(group, _WORD))
+        if kind == _BYTE:
+            return intrinsics.dot_quads(builder, total, x, weight)
+        return intrinsics.dot_pairs(builder, total, weight, x)
 
 
 def _type_tile(
-    _context: Any,
-    out: Any,
-    initial: Any,
-    x: Any,
-    weight: Any,
-    at: Any,
-    rows: Any,
-    blocks: Any,
-    depth: Any,
+    _context: Any, out: Any, x: Any, weight: Any, terms: Any, at: Any, rows: Any, blocks: Any, depth: Any
 ) -> Any:
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        pointers = tuple(
-            context.make_array(signature.args[i])(context, builder, args[i]).data for i in range(4)
-        )
-        places = [
-            context.cast(builder, builder.extract_value(args[4], i), kind, types.intp)
-            for i, kind in enumerate(signature.args[4])
+        def data(kind: Any, array: Any) -> Any:
+            return context.make_array(kind)(context, builder, array).data
+
+        arrays = [data(signature.args[i], args[i]) for i in range(3)]
+        by_output = [
+            data(kind, builder.extract_value(args[3], i)) for i, kind in enumerate(signature.args[3])
         ]
-        tile = _Tile(builder, pointers, places)
+        places = [
+            context.cast(builder, builder.extract_value(args[4], i), kind, wanted)
+            for i, (kind, wanted) in enumerate(zip(signature.args[4], _PLACES, strict=True))
+        ]
+        tile = _Tile(builder, arrays, by_output, Places(*places))
         done = builder.append_basic_block("done")
         size = builder.add(builder.mul(args[5], INT(MOST_BLOCKS + 1)), args[6])
         switch = builder.switch(size, done)
@@ -173,16 +260,17 @@ def _type_tile(
         builder.position_at_end(done)
         return context.get_dummy_value()
 
-    return types.void(out, initial, x, weight, at, types.intp, types.intp, types.intp), generate
+    return types.void(out, x, weight, terms, at, types.intp, types.intp, types.intp), generate
 
 
+_PLACES = [types.boolean if name.startswith("is_") else types.intp for name in Places._fields]
 _multiply_tile: Any = intrinsic(_type_tile)
 
 
 @overload(multiply_tile, strict=False)
 def _overload_tile(
-    out: Any, initial: Any, x: Any, weight: Any, at: Any, rows: Any, blocks: Any, depth: Any
+    out: Any, x: Any, weight: Any, terms: Any, at: Any, rows: Any, blocks: Any, depth: Any
 ) -> Any:
-    return lambda out, initial, x, weight, at, rows, blocks, depth: _multiply_tile(
-        out, initial, x, weight, at, rows, blocks, depth
+    return lambda out, x, weight, terms, at, rows, blocks, depth: _multiply_tile(
+        out, x, weight, terms, at, rows, blocks, depth
     )
