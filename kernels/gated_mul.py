@@ -5,7 +5,7 @@ from typing import Any
 import numpy as np
 
 from cupaged.jit import njit, njit_inner
-from cupaged.kernels.bits import exp, store
+from cupaged.kernels import simd
 from cupaged.kernels.chunks import num_chunks
 from cupaged.kernels.launch import (
     Array,
@@ -17,27 +17,37 @@ from cupaged.kernels.launch import (
     row_units,
 )
 from cupaged.kernels.parallel import parallel_for
+from cupaged.kernels.simd import LANES
 
 THREADS = 128  # a block
 GRAIN = 1 << 14  # results, 5 us of a CPU's work
 
 
-@njit(error_model="numpy")  # or a test for division by zero would keep the loop from being vectorised
-def sigmoid(x: Any) -> Any:
-    """Return 1 / (1 + e**-x)."""
-    one = np.float32(1.0)
-    e = exp(-abs(x))  # at most 1, so nothing overflows
-    return (one if x >= 0 else e) / (one + e)
+@njit_inner
+def activate(x: Any, is_gelu: bool) -> Any:
+    """Return x / (1 + e**-u) of a vector: silu where u is x, else GELU by its tanh approximation."""
+    u = x
+    if is_gelu:  # x / 2 * (1 + tanh(u / 2)) without cancellation; 2 sqrt(2 / pi) = 1.5957691
+        u = simd.splat(np.float32(1.5957691)) * (x + simd.splat(np.float32(0.044715)) * x * x * x)
+    zero, e = simd.splat(np.float32(0.0)), simd.exp(-abs(u))  # e is at most 1, so nothing overflows
+    return simd.select_less(u, zero, x * e, x) / (simd.splat(np.float32(1.0)) + e)
 
 
 @njit_inner
-def silu_mul_rows(gate_up: Any, out: Any, rows: Any) -> None:
-    """Set the rows [first, last) of out."""
+def gate_rows(gate_up: Any, out: Any, is_gelu: bool, rows: Any) -> None:
+    """Set the rows [first, last) of out to activation(gate) * up."""
     size = out.shape[1]
+    whole = size // LANES * LANES
     for i in range(*rows):
-        gates, ups, products = gate_up[i, :size], gate_up[i, size:], out[i]
-        for j in range(size):
-            products[j] = store(products[j], gates[j] * sigmoid(gates[j]) * ups[j])
+        gate, up, to = 2 * i * size, (2 * i + 1) * size, i * size
+        for j in range(0, whole, LANES):
+            x = simd.load(gate_up, gate + j)
+            simd.store(out, to + j, activate(x, is_gelu) * simd.load(gate_up, up + j))
+        if whole < size:
+            rest = size - whole
+            x = simd.load_part(gate_up, gate + whole, rest)
+            product = activate(x, is_gelu) * simd.load_part(gate_up, up + whole, rest)
+            simd.store_part(out, to + whole, rest, product)
 
 
 # For jit.specialize; {} is the type of out, f4 or u2 (the bits of bfloat16).
@@ -47,7 +57,7 @@ SIGNATURE = "void(f4[:,::1],{}[:,::1])"
 @njit
 def silu_mul_cpu(gate_up: Any, out: Any) -> None:
     """Set out [n, size] to silu(gate) * up of gate_up [n, 2 * size]."""
-    parallel_for(silu_mul_rows, out.shape[0], num_chunks(out.size, GRAIN), (gate_up, out))
+    parallel_for(gate_rows, out.shape[0], num_chunks(out.size, GRAIN), (gate_up, out, False))
 
 
 def silu_mul_cuda(device: Device, gate_up: Array, out: Array) -> None:
@@ -55,23 +65,10 @@ def silu_mul_cuda(device: Device, gate_up: Array, out: Array) -> None:
     _launch(device, "silu_mul", gate_up, out)
 
 
-@njit_inner
-def gelu_tanh_mul_rows(gate_up: Any, out: Any, rows: Any) -> None:
-    """Set the rows [first, last) of out."""
-    size = out.shape[1]
-    for i in range(*rows):
-        gates, ups, products = gate_up[i, :size], gate_up[i, size:], out[i]
-        for j in range(size):
-            gate = gates[j]
-            # gate / 2 * (1 + tanh(u)) is gate * sigmoid(2 u) without cancellation; 2 sqrt(2 / pi) = 1.5957691
-            doubled = np.float32(1.5957691) * (gate + np.float32(0.044715) * gate * gate * gate)
-            products[j] = store(products[j], gate * sigmoid(doubled) * ups[j])
-
-
 @njit
 def gelu_tanh_mul_cpu(gate_up: Any, out: Any) -> None:
     """Set out [n, size] to gelu(gate) * up of gate_up [n, 2 * size], GELU by its tanh approximation."""
-    parallel_for(gelu_tanh_mul_rows, out.shape[0], num_chunks(out.size, GRAIN), (gate_up, out))
+    parallel_for(gate_rows, out.shape[0], num_chunks(out.size, GRAIN), (gate_up, out, True))
 
 
 def gelu_tanh_mul_cuda(device: Device, gate_up: Array, out: Array) -> None:
