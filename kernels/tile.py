@@ -1,184 +1,194 @@
-"""The one inner loop of the CPU twins: a few rows of A times a few vectors of columns of B.
+"""The two products of attention: queries by keys, weights by values, for a few rows and many tokens.
 
-Each element of C is one chain of fused multiply-adds over `depth`, in ascending order, whatever the
-other rows and columns are. So a row's bits do not depend on who shares its tile: linear and attention
-owe their sameness to this. Numba keeps no accumulator in a vector register by itself, hence the LLVM
-code; the plain functions say what it computes and run where the compiler is off.
+A score is one chain of fused multiply-adds over head_dim, an element of a sum of values one over the tokens,
+both in ascending order, whatever the other rows are. So a row's bits do not depend on who shares its tile.
+Numba keeps no accumulator in a register over a loop by itself, hence the LLVM code; the plain functions say
+what it computes and run where the compiler is off.
+
+Tokens come in groups of 16: for each dimension a vector of their keys, and 16 rows of values. `groups` says
+where groups begin in the pool. While one is used, the lines of the group in the same place of those to come
+are asked for: blocks lie all over the memory, and no CPU guesses where the next one is.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import llvmlite.binding
+import numpy as np
 from llvmlite import ir
 from numba import types
-from numba.core import cgutils as _cgutils
-from numba.extending import intrinsic, overload
 
-from cupaged.jit import njit
-from cupaged.kernels.bits import load
+from cupaged.kernels import simd
+from cupaged.kernels.emit import FLOATS, INT, LANES, Memory, cgutils, define, fma, splat
 
-# ruff: noqa: ARG001  (Numba's overloads repeat the parameters of what they stand for)
-
-VECTOR = 16  # floats
-_AVX512 = llvmlite.binding.get_host_cpu_features().get("avx512f", False)
-WIDE = 2 if _AVX512 else 1  # vectors; rows * vectors accumulators fill half of the vector registers
-ROWS = 8 if _AVX512 else 4
-
-_FLOATS = ir.VectorType(ir.FloatType(), VECTOR)
-_WORDS = ir.VectorType(ir.IntType(32), VECTOR)
-_HALVES = ir.VectorType(ir.IntType(16), VECTOR)
-_INT = ir.IntType(64)
-cgutils: Any = _cgutils  # untyped
+SPLIT = 256  # tokens that a row's weights are relative to the greatest of; a multiple of every block size
+GROUPS = SPLIT // LANES
+ROWS = 4
+# rows * vectors accumulators fill half of the vector registers, of 16 lanes with AVX-512, else of 8 or 4
+VECTORS = 4 if llvmlite.binding.get_host_cpu_features().get("avx512f", False) else 1
 
 
-class Places(NamedTuple):
-    """Where the tiles begin in their flat arrays, and from one row to the next, in elements."""
+class Keys(NamedTuple):
+    """Where scores [rows, SPLIT] and queries [rows, head_dim] begin, and which groups' keys are meant."""
 
-    c: int
-    c_stride: int
-    a: int
-    a_stride: int
-    b: int
-    b_stride: int
+    scores: int
+    q: int
+    head_dim: int
+    stride: int  # from one dimension of a group's keys to the next, in elements
+    first: int  # group
+    last: int  # VECTORS are done at a time, so there may be some behind; they have a place, too
+    now: int  # in `groups`, where those in use begin
+    ahead: int  # and those to come
 
 
-def _tile(c: Any, a: Any, b: Any, at: Places, rows: int, depth: int, columns: int) -> None:
+class Values(NamedTuple):
+    """Where sums [rows, stride] and weights [rows, SPLIT] begin, and which tokens' values are meant."""
+
+    sums: int
+    stride: int
+    weights: int
+    head_dim: int
+    begin: int
+    end: int
+    now: int
+    ahead: int
+
+
+def score_keys(scores: Any, q: Any, pool: Any, groups: Any, at: Keys, rows: int) -> None:
+    """Set the scores of groups of tokens to q . k, for at most ROWS rows."""
+    queries = q[at.q : at.q + rows * at.head_dim].reshape(rows, at.head_dim)
+    for group in range(at.first, at.last):
+        total = np.zeros((rows, LANES), np.float32)
+        for d in range(at.head_dim):
+            keys = simd.load(pool, groups[at.now + group] + d * at.stride)
+            total = simd.fma(queries[:, d, None], keys, total)
+        for i in range(rows):
+            simd.store(scores, at.scores + i * SPLIT + group * LANES, total[i])
+
+
+def add_values(sums: Any, weights: Any, pool: Any, groups: Any, at: Values, rows: int) -> None:
+    """Add the weighted values of tokens to the sums, in whole vectors of columns, for at most ROWS rows."""
     for i in range(rows):
-        for k in range(depth):
-            x = a[at.a + i * at.a_stride + k]
-            for j in range(columns):
-                c[at.c + i * at.c_stride + j] += x * load(b[at.b + k * at.b_stride + j])
+        for token in range(at.begin, at.end):
+            value = groups[at.now + token // LANES] + token % LANES * at.head_dim
+            weight = simd.splat(weights[at.weights + i * SPLIT + token])
+            for d in range(0, at.head_dim - LANES + 1, LANES):
+                to = at.sums + i * at.stride + d
+                simd.store(sums, to, simd.fma(weight, simd.load(pool, value + d), simd.load(sums, to)))
 
 
-def wide_tile(c: Any, a: Any, b: Any, at: Places, rows: int, depth: int) -> None:
-    """Do C[rows, WIDE * VECTOR] += A[rows, depth] @ B for at most ROWS rows."""
-    _tile(c, a, b, at, rows, depth, WIDE * VECTOR)
+@contextmanager
+def _loop(builder: Any, begin: Any, end: Any, step: int = 1) -> Iterator[Any]:
+    """Emit a loop that LLVM leaves as it is: its body is long, and unrolled it is not faster."""
+    before = builder.block
+    head, body, done = (builder.append_basic_block(f"loop.{name}") for name in ("head", "body", "done"))
+    builder.branch(head)
+    builder.position_at_end(head)
+    index = builder.phi(INT)
+    index.add_incoming(begin, before)
+    builder.cbranch(builder.icmp_signed("<", index, end), body, done)
+    builder.position_at_end(body)
+    yield index
+    index.add_incoming(builder.add(index, INT(step)), builder.block)
+    module = builder.module
+    keep = module.add_metadata([ir.MetaDataString(module, "llvm.loop.unroll.disable")])
+    builder.branch(head).set_metadata("llvm.loop", module.add_metadata([keep]))
+    builder.position_at_end(done)
 
 
-def vector_tile(c: Any, a: Any, b: Any, at: Places, rows: int, depth: int) -> None:
-    """Do C[rows, VECTOR] += A[rows, depth] @ B for at most ROWS rows."""
-    _tile(c, a, b, at, rows, depth, VECTOR)
+def _add_products(builder: Any, sums: list[Any], x: list[Any], columns: list[Any]) -> None:
+    """Emit sums[i, j] += x[i] * columns[j]."""
+    for i, value in enumerate(x):
+        same = splat(builder, value)
+        for total, column in zip(sums[i * len(columns) :], columns, strict=False):
+            builder.store(fma(builder, same, column, builder.load(total)), total)
 
 
-class _Emitter:
-    """Writes the LLVM code of one tile for each number of rows."""
-
-    def __init__(self, builder: Any, pointers: tuple[Any, Any, Any], places: list[Any], depth: Any) -> None:
-        self.builder = builder
-        self.c, self.a, self.b = pointers
-        self.at = Places(*places)
-        self.depth = depth
-        kind = ir.FunctionType(_FLOATS, [_FLOATS] * 3)
-        self.fma = cgutils.get_or_insert_function(builder.module, kind, f"llvm.fma.v{VECTOR}f32")
-
-    def vector_at(self, base: Any, index: Any, kind: Any) -> Any:
-        pointer = self.builder.gep(base, [index])
-        return self.builder.bitcast(pointer, kind.as_pointer())
-
-    def load_floats(self, base: Any, index: Any) -> Any:
-        """Load VECTOR numbers, float32 or the upper halves of them."""
-        half = base.type.pointee == ir.IntType(16)
-        value = self.builder.load(self.vector_at(base, index, _HALVES if half else _FLOATS))
-        value.align = 2 if half else 4
-        if half:
-            words = self.builder.zext(value, _WORDS)
-            value = self.builder.bitcast(self.builder.shl(words, ir.Constant(_WORDS, [16] * VECTOR)), _FLOATS)
-        return value
-
-    def splat(self, value: Any) -> Any:
-        one = self.builder.insert_element(ir.Constant(_FLOATS, ir.Undefined), value, ir.IntType(32)(0))
-        return self.builder.shuffle_vector(one, one, ir.Constant(_WORDS, [0] * VECTOR))
-
-    def emit(self, rows: int, vectors: int) -> None:
-        """C += A @ B with rows * vectors accumulators."""
-        builder, at = self.builder, self.at
-        where = [
-            builder.add(at.c, builder.add(builder.mul(_INT(i), at.c_stride), _INT(j * VECTOR)))
-            for i in range(rows)
-            for j in range(vectors)
-        ]
-        sums = [cgutils.alloca_once_value(builder, self.load_floats(self.c, index)) for index in where]
-        with cgutils.for_range(builder, self.depth) as loop:
-            start = builder.add(at.b, builder.mul(loop.index, at.b_stride))
-            columns = [self.load_floats(self.b, builder.add(start, _INT(j * VECTOR))) for j in range(vectors)]
-            for i in range(rows):
-                index = builder.add(builder.add(at.a, builder.mul(_INT(i), at.a_stride)), loop.index)
-                x = self.splat(builder.load(builder.gep(self.a, [index])))
-                for total, column in zip(sums[i * vectors :], columns, strict=False):
-                    builder.store(builder.call(self.fma, [x, column, builder.load(total)]), total)
-        for index, total in zip(where, sums, strict=True):
-            builder.store(builder.load(total), self.vector_at(self.c, index, _FLOATS)).align = 4
+def _place(builder: Any, start: Any, i: int, stride: Any, more: Any) -> Any:
+    return builder.add(builder.add(start, builder.mul(INT(i), stride)), more)
 
 
-def _create_intrinsic(vectors: int) -> Any:
-    @intrinsic
-    def tile(_context: Any, c: Any, a: Any, b: Any, at: Any, rows: Any, depth: Any) -> Any:
-        def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-            pointers = tuple(
-                context.make_array(signature.args[i])(context, builder, args[i]).data for i in range(3)
-            )
-            places = [
-                context.cast(builder, builder.extract_value(args[3], i), kind, types.intp)
-                for i, kind in enumerate(signature.args[3])
-            ]
-            emitter = _Emitter(builder, pointers, places, args[5])
-            done = builder.append_basic_block("done")
-            switch = builder.switch(args[4], done)
-            for count in range(1, ROWS + 1):
-                block = builder.append_basic_block(f"rows{count}")
-                switch.add_case(_INT(count), block)
-                builder.position_at_end(block)
-                emitter.emit(count, vectors)
-                builder.branch(done)
-            builder.position_at_end(done)
-            return context.get_dummy_value()
-
-        return types.void(c, a, b, at, types.intp, types.intp), generate
-
-    return tile
+def _emit_scores(builder: Any, arrays: tuple[Memory, ...], at: Keys, rows: int) -> None:
+    scores, q, pool, groups = arrays
+    sums = [cgutils.alloca_once(builder, FLOATS) for _ in range(rows * VECTORS)]
+    with _loop(builder, at.first, at.last, VECTORS) as group:
+        for total in sums:
+            builder.store(ir.Constant(FLOATS, None), total)
+        now, ahead = (
+            [groups.load_one(_place(builder, start, j, INT(1), group)) for j in range(VECTORS)]
+            for start in (at.now, at.ahead)
+        )
+        with _loop(builder, INT(0), at.head_dim) as d:
+            offset = builder.mul(d, at.stride)
+            for start in ahead:
+                pool.prefetch(builder.add(start, offset))
+            columns = [pool.load(builder.add(start, offset)) for start in now]
+            x = [q.load_one(_place(builder, at.q, i, at.head_dim, d)) for i in range(rows)]
+            _add_products(builder, sums, x, columns)
+        first = builder.add(at.scores, builder.mul(group, INT(LANES)))
+        for k, total in enumerate(sums):
+            to = builder.add(first, INT(k // VECTORS * SPLIT + k % VECTORS * LANES))
+            scores.store(to, builder.load(total))
 
 
-_wide = _create_intrinsic(WIDE)
-_narrow = _create_intrinsic(1)
+def _emit_columns(
+    builder: Any, arrays: tuple[Memory, ...], at: Values, rows: int, column: Any, vectors: int
+) -> None:
+    """Emit the sums of a few vectors of columns."""
+    out, weights, pool, groups = arrays
+    where = [
+        _place(builder, at.sums, i, at.stride, builder.add(column, INT(j * LANES)))
+        for i in range(rows)
+        for j in range(vectors)
+    ]
+    sums = [cgutils.alloca_once_value(builder, out.load(index)) for index in where]
+    first = builder.sdiv(at.begin, INT(LANES))
+    last = builder.sdiv(builder.add(at.end, INT(LANES - 1)), INT(LANES))
+    with _loop(builder, first, last) as group:
+        now, ahead = (
+            builder.add(groups.load_one(builder.add(start, group)), column) for start in (at.now, at.ahead)
+        )
+        token = builder.mul(group, INT(LANES))
+        low, high = builder.sub(at.begin, token), builder.sub(at.end, token)
+        low = builder.select(builder.icmp_signed("<", low, INT(0)), INT(0), low)
+        high = builder.select(builder.icmp_signed(">", high, INT(LANES)), INT(LANES), high)
+        own = builder.add(at.weights, token)
+        with _loop(builder, low, high) as t:
+            offset = builder.mul(t, at.head_dim)
+            for j in range(0, vectors, 2 if pool.half else 1):  # a line has two vectors of halves
+                pool.prefetch(_place(builder, ahead, j, INT(LANES), offset))
+            columns = [pool.load(_place(builder, now, j, INT(LANES), offset)) for j in range(vectors)]
+            x = [weights.load_one(_place(builder, own, i, INT(SPLIT), t)) for i in range(rows)]
+            _add_products(builder, sums, x, columns)
+    for index, total in zip(where, sums, strict=True):
+        out.store(index, builder.load(total))
 
 
-@overload(wide_tile, strict=False)
-def _overload_wide(c: Any, a: Any, b: Any, at: Any, rows: Any, depth: Any) -> Any:
-    return lambda c, a, b, at, rows, depth: _wide(c, a, b, at, rows, depth)
+def _emit_values(builder: Any, arrays: tuple[Memory, ...], at: Values, rows: int) -> None:
+    column = INT(0)
+    for vectors in sorted({VECTORS, 1}, reverse=True):
+        step = INT(vectors * LANES)
+        end = builder.mul(builder.sdiv(at.head_dim, step), step)
+        with _loop(builder, column, end, vectors * LANES) as first:
+            _emit_columns(builder, arrays, at, rows, first, vectors)
+        column = end
 
 
-@overload(vector_tile, strict=False)
-def _overload_vector(c: Any, a: Any, b: Any, at: Any, rows: Any, depth: Any) -> Any:
-    return lambda c, a, b, at, rows, depth: _narrow(c, a, b, at, rows, depth)
+def _define_product(function: Any, places: Any, emit: Any) -> None:
+    @define(function, types.none, types.Array, types.Array, types.Array, types.int64[::1], places, types.intp)
+    def write(builder: Any, *values: Any) -> None:
+        *arrays, at, rows = values
+        done = builder.append_basic_block("done")
+        switch = builder.switch(rows, done)
+        for count in range(1, ROWS + 1):
+            block = builder.append_basic_block(f"rows{count}")
+            switch.add_case(INT(count), block)
+            builder.position_at_end(block)
+            emit(builder, arrays, at, count)
+            builder.branch(done)
+        builder.position_at_end(done)
 
 
-@njit
-def multiply_rows(c: Any, a: Any, b: Any, at: Places, rows: int, columns: int, depth: int) -> None:
-    """Do C[rows, columns] += A[rows, depth] @ B[depth, columns] on flat arrays.
-
-    Columns past the last whole vector multiply, then add: another chain, but every row's.
-    """
-    for i in range(0, rows, ROWS):
-        few = min(ROWS, rows - i)
-        j = 0
-        while columns - j >= VECTOR:
-            here = Places(
-                at.c + i * at.c_stride + j,
-                at.c_stride,
-                at.a + i * at.a_stride,
-                at.a_stride,
-                at.b + j,
-                at.b_stride,
-            )
-            if columns - j >= WIDE * VECTOR:
-                wide_tile(c, a, b, here, few, depth)
-                j += WIDE * VECTOR
-            else:
-                vector_tile(c, a, b, here, few, depth)
-                j += VECTOR
-        if j < columns:
-            for row in range(i, i + few):
-                for k in range(depth):
-                    x = a[at.a + row * at.a_stride + k]
-                    for rest in range(j, columns):
-                        c[at.c + row * at.c_stride + rest] += x * load(b[at.b + k * at.b_stride + rest])
+_define_product(score_keys, Keys, _emit_scores)
+_define_product(add_values, Values, _emit_values)

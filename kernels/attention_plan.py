@@ -1,0 +1,146 @@
+"""How attention's work is cut into units, and units are handed out, so that all threads have as much to do.
+
+A unit is a few consecutive queries of a sequence and the heads that share one KV head; a decode is a unit of
+one query for each of its KV heads. One that would take a thread longer than the rest take together is divided
+into the splits of its tokens, whose records are added up afterwards. Nothing here changes a result.
+"""
+
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from cupaged.jit import njit, njit_inner
+from cupaged.kernels.chunks import num_chunks
+from cupaged.kernels.tile import SPLIT
+
+UNIT_ROWS = 48  # (query, head) pairs of a unit at most: so often is a value used that was read once
+GRAIN = 1 << 17  # bytes of the KV cache, 6 us of a thread's work
+
+# Columns of units, int64[num_units, NUM_COLUMNS].
+SEQ, TOKEN, POSITION = 0, 1, 2  # the sequence; the first query among the step's, and in its sequence
+COUNT, KV_HEAD = 3, 4  # queries; the head that they attend to
+FIRST, END = 5, 6  # splits [FIRST, END)
+SLOT = 7  # the place of the first split's records among those that are added up afterwards; -1 = none
+COST = 8
+NUM_COLUMNS = 9
+
+
+class Mask(NamedTuple):
+    """What a query may see, and what is done to its scores."""
+
+    scale: float
+    sliding_window: int  # tokens, the query's own included; 0 = all
+    softcap: float  # 0 = off
+
+
+class Heads(NamedTuple):
+    """The shapes of heads."""
+
+    num_kv_heads: int
+    group: int  # query heads of a KV head
+    head_dim: int
+
+
+class Plan(NamedTuple):
+    """The units of a step, and whose splits' records are added up afterwards."""
+
+    units: Any  # int64[num_units, NUM_COLUMNS], and so sums
+    cuts: Any  # int64[num_pieces + 1]; a piece has the units [cuts[i], cuts[i + 1])
+    sums: Any
+    sum_cuts: Any  # int64[num_sums + 1], each one a piece
+    slots: int
+
+
+@njit_inner
+def queries_of_unit(group: int) -> int:
+    """Return the most queries that a unit has."""
+    return max(1, UNIT_ROWS // group)
+
+
+@njit_inner
+def tokens_seen(position: int, count: int, mask: Mask) -> Any:
+    """Return the tokens [begin, end) that `count` queries from a position on see together."""
+    begin = max(0, position + 1 - mask.sliding_window) if mask.sliding_window > 0 else 0
+    return begin, position + count
+
+
+@njit_inner
+def describe_unit(
+    unit: Any, query_start: Any, seq_lens: Any, seq: int, token: int, mask: Mask, heads: Heads
+) -> None:
+    """Set the columns of the queries from `token` on, all but head and slot."""
+    count = min(queries_of_unit(heads.group), query_start[seq + 1] - token)
+    position = np.int64(seq_lens[seq]) - (query_start[seq + 1] - token)
+    begin, end = tokens_seen(position, count, mask)
+    unit[SEQ], unit[TOKEN], unit[POSITION], unit[COUNT] = seq, token, position, count
+    unit[FIRST], unit[END] = begin // SPLIT, (end + SPLIT - 1) // SPLIT
+    # Bytes of a cache of bfloat16, and a row's arithmetic as those that could be read meanwhile.
+    unit[COST] = (end - begin) * heads.head_dim * (8 + count * heads.group) // 2
+
+
+@njit_inner
+def append_unit(units: Any, place: int, unit: Any, splits: Any, slot: int) -> None:
+    """Set units[place] to the unit, its splits and its slot."""
+    for column in range(NUM_COLUMNS):
+        units[place, column] = unit[column]
+    units[place, FIRST], units[place, END] = splits
+    units[place, SLOT] = slot
+
+
+@njit_inner
+def cut_evenly(cuts: Any, units: Any, num_units: int) -> None:
+    """Set where pieces of about the same cost begin, and where the last one ends."""
+    pieces = cuts.shape[0] - 1
+    total = done = piece = np.int64(0)
+    for unit in range(num_units):
+        total += units[unit, COST]
+    for unit in range(num_units):
+        while piece < pieces and done * pieces >= total * piece:
+            cuts[piece] = unit
+            piece += 1
+        done += units[unit, COST]
+    for rest in range(piece, pieces + 1):
+        cuts[rest] = num_units
+
+
+@njit(no_cpython_wrapper=True)
+def plan_units(query_start: Any, seq_lens: Any, mask: Mask, heads: Heads) -> Any:
+    """Return the step's plan."""
+    step = queries_of_unit(heads.group)
+    unit = np.empty(NUM_COLUMNS, np.int64)
+    num_units = total = most_splits = np.int64(0)
+    for seq in range(seq_lens.shape[0]):
+        for token in range(query_start[seq], query_start[seq + 1], step):
+            describe_unit(unit, query_start, seq_lens, seq, token, mask, heads)
+            num_units += heads.num_kv_heads
+            total += heads.num_kv_heads * unit[COST]
+            most_splits = max(most_splits, unit[END] - unit[FIRST])
+    pieces = num_chunks(total, GRAIN)
+    # Those that are divided cost more than two pieces, so there are fewer of them than half the pieces.
+    units = np.empty((num_units + pieces // 2 * most_splits, NUM_COLUMNS), np.int64)
+    sums = np.empty((pieces // 2, NUM_COLUMNS), np.int64)
+    num_units = num_sums = slots = np.int64(0)
+    for seq in range(seq_lens.shape[0]):
+        for token in range(query_start[seq], query_start[seq + 1], step):
+            describe_unit(unit, query_start, seq_lens, seq, token, mask, heads)
+            first, end = unit[FIRST], unit[END]
+            divided = unit[COST] * pieces > 2 * total and end - first > 1
+            unit[COST] //= end - first if divided else 1
+            for kv_head in range(heads.num_kv_heads):
+                unit[KV_HEAD] = kv_head
+                if not divided:
+                    append_unit(units, num_units, unit, (first, end), np.int64(-1))
+                    num_units += 1
+                    continue
+                append_unit(sums, num_sums, unit, (first, end), slots)
+                num_sums += 1
+                for split in range(first, end):
+                    append_unit(units, num_units, unit, (split, split + 1), slots)
+                    num_units += 1
+                    slots += 1
+    cuts = np.empty(min(pieces, num_units) + 1, np.int64)
+    cut_evenly(cuts, units, num_units)
+    sum_cuts = np.empty(num_sums + 1, np.int64)
+    for i in range(num_sums + 1):
+        sum_cuts[i] = i
+    return Plan(units, cuts, sums, sum_cuts, slots)
