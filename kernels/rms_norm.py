@@ -12,7 +12,7 @@ from cupaged.kernels.parallel import parallel_for
 
 MAX_THREADS = 512  # of a block, which has one row
 HELD = 2  # 16-byte units of a row that each thread keeps in registers
-GRAIN = 1 << 15  # numbers, 4 us of a CPU's work
+GRAIN = 1 << 14  # numbers, 2 us of a CPU's work
 
 
 @njit(fastmath={"reassoc", "nsz", "contract"})

@@ -23,7 +23,7 @@ from cupaged.kernels.rms_norm import inverse_rms
 from cupaged.kernels.simd import LANES
 
 THREADS = 128  # a block
-GRAIN = 1 << 13  # numbers in q, 5 us of a CPU's work
+GRAIN = 1 << 12  # numbers in q, 3 us of a CPU's work
 LINE = 64  # bytes of a cache line
 MAX_LANES = 32  # of a warp, that can share a head
 
