@@ -119,6 +119,18 @@ def place_next(
 
 
 @njit_inner
+def ask_for_groups(pool: Any, groups: Any, at: int, head_dim: int, block_size: int) -> None:
+    """Ask for the cache lines of groups that nothing asked for while it was at work."""
+    for g in range(GROUPS):
+        keys, values = groups[at + g], groups[at + GROUPS + g]
+        if g == 0 or keys != groups[at + g - 1]:
+            for d in range(head_dim):
+                simd.prefetch(pool, keys + d * block_size)
+            for j in range(0, LANES * head_dim, LANES):
+                simd.prefetch(pool, values + j)
+
+
+@njit_inner
 def soften(x: Any, softcap: Any) -> Any:
     """Return softcap * tanh(x / softcap)."""
     one = simd.splat(1.0)
@@ -296,7 +308,7 @@ def look(seen: Any, units: Any, unit: int, split: int, mask: Mask, group: int) -
         seen[row, 1] = min(max(end - split * SPLIT, 0), SPLIT)
 
 
-@njit(no_cpython_wrapper=True)
+@njit
 def attend_units(
     units: Any,  # int64[num_units, NUM_COLUMNS]
     cuts: Any,  # int64[num_pieces + 1]
@@ -326,6 +338,7 @@ def attend_units(
     first, last = cuts[pieces[0]], cuts[pieces[1]]
     if first < last and not adding:
         place_groups(room.groups, now, units, first, units[first, FIRST], cache, heads, tables, mask)
+        ask_for_groups(pool, room.groups, now, heads.head_dim, cache.block_size)
     for unit in range(first, last):
         rows, slot = units[unit, COUNT] * heads.group, units[unit, SLOT]
         begin_rows(units, unit, q, mask.scale, sinks, heads, room, total)

@@ -14,6 +14,7 @@ from cupaged.kernels.chunks import num_chunks
 from cupaged.kernels.tile import SPLIT
 
 UNIT_ROWS = 48  # (query, head) pairs of a unit at most: so often is a value used that was read once
+OVERHEAD = 64  # tokens that take as long as what a unit costs beside its tokens
 GRAIN = 1 << 17  # bytes of the KV cache, 6 us of a thread's work
 
 # Columns of units, int64[num_units, NUM_COLUMNS].
@@ -75,7 +76,7 @@ def describe_unit(
     unit[SEQ], unit[TOKEN], unit[POSITION], unit[COUNT] = seq, token, position, count
     unit[FIRST], unit[END] = begin // SPLIT, (end + SPLIT - 1) // SPLIT
     # Bytes of a cache of bfloat16, and a row's arithmetic as those that could be read meanwhile.
-    unit[COST] = (end - begin) * heads.head_dim * (8 + count * heads.group) // 2
+    unit[COST] = (end - begin + OVERHEAD) * heads.head_dim * (8 + count * heads.group) // 2
 
 
 @njit_inner
@@ -103,7 +104,7 @@ def cut_evenly(cuts: Any, units: Any, num_units: int) -> None:
         cuts[rest] = num_units
 
 
-@njit(no_cpython_wrapper=True)
+@njit
 def plan_units(query_start: Any, seq_lens: Any, mask: Mask, heads: Heads) -> Any:
     """Return the step's plan."""
     step = queries_of_unit(heads.group)
