@@ -115,9 +115,7 @@ def multiply_blocks(
     """Take a part of the inputs for all rows, in tiles; meanwhile fetch the weights from at.ahead on."""
     row, ahead = 0, at.ahead
     while row < num_rows:
-        rows = MOST_ROWS
-        while rows > num_rows - row:
-            rows //= 2
+        rows = min(MOST_ROWS, num_rows - row)
         here = Places(
             row=row,
             column=at.column,

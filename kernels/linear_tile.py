@@ -32,7 +32,6 @@ cgutils: Any = _cgutils  # untyped
 # Rows and blocks of a tile: rows * blocks accumulators leave room for the weights in the vector registers.
 MOST_ROWS, MOST_BLOCKS = (8, 3) if HAS_AVX512 else (4, 1)
 FETCHING_ROWS = 4  # from which on a tile computes long enough to fetch the next one's weights meanwhile
-_ROWS = [rows for rows in (8, 4, 2, 1) if rows <= MOST_ROWS]
 _BLOCKS = sorted({MOST_BLOCKS, 1}, reverse=True)
 _BYTE, _WORD, _FLOAT = ir.IntType(8), ir.IntType(32), ir.FloatType()
 
@@ -56,7 +55,7 @@ class Places(NamedTuple):
 def multiply_tile(
     out: Any, x: Any, weight: Any, terms: Any, at: Places, rows: int, blocks: int, depth: int
 ) -> None:
-    """Set out[rows, blocks * LANES] to x[rows, depth] @ weight, of one of _ROWS and one of _BLOCKS.
+    """Set out[rows, blocks * LANES] to x[rows, depth] @ weight, of at most MOST_ROWS rows and one of _BLOCKS.
 
     terms: (bias,); of int8 pairs (bias, scales); of quads (bias, scales, begin, row_scales), where begin is
     the int32 that makes up for the 128 in x. All but the last are by output, float32.
@@ -250,7 +249,7 @@ def _type_tile(
         done = builder.append_basic_block("done")
         size = builder.add(builder.mul(args[5], INT(MOST_BLOCKS + 1)), args[6])
         switch = builder.switch(size, done)
-        for rows in _ROWS:
+        for rows in range(1, MOST_ROWS + 1):
             for blocks in _BLOCKS:
                 block = builder.append_basic_block(f"rows{rows}blocks{blocks}")
                 switch.add_case(INT(rows * (MOST_BLOCKS + 1) + blocks), block)
