@@ -74,6 +74,10 @@ def quantize_range(rows: Any, first: int, words: Any, scales: Any, begin: Any, b
         place_row(quantized.view(words.dtype), first + i, words)
 
 
+# For jit.specialize: rows, which may be read-only, and words, u2 or u4.
+QUANTIZE_SIGNATURE = "void(Array({}, 2, 'C', True), i8, {}[:,:,::1], f4[::1], i4[::1])"
+
+
 @njit
 def quantize_outputs(rows: Any, first: int, words: Any, scales: Any, begin: Any) -> None:
     """Quantise rows [n, in_features], the weights of the outputs from `first` on."""

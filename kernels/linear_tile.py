@@ -23,7 +23,6 @@ from numba.core import cgutils as _cgutils
 from numba.extending import intrinsic, overload
 
 from cupaged.kernels import intrinsics
-from cupaged.kernels.bits import load
 from cupaged.kernels.intrinsics import FLOATS, HAS_AVX512, INT, LANES, WORDS
 
 # ruff: noqa: ARG001  (Numba's overloads repeat the parameters of what they stand for)
@@ -61,31 +60,28 @@ def multiply_tile(
     the int32 that makes up for the 128 in x. All but the last are by output, float32.
     """
     bias, scales, begin, row_scales = (*terms, None, None, None)[:4]
-    group = {4: 1, 2: 2, 1: 2 if begin is None else 4}[weight.itemsize]
-    sums = out if begin is None else out.view(np.int32)
-    k = np.arange(depth)
+    sums, zeros, kind = out, np.zeros(blocks * LANES, np.float32), np.float32
+    if begin is not None:
+        sums, kind = out.view(np.int32), np.int32
+    group = 4 // x.itemsize if begin is not None else 1 if weight.itemsize == 4 else 2
+    lanes = np.arange(min(blocks * LANES, at.width))
+    columns = at.column + lanes
+    weights = at.weight + lanes // LANES * at.block_stride + lanes % LANES * group
     for i in range(rows):
-        inputs = x[at.x + i * at.x_stride :][:depth]
-        values = inputs.astype(np.int32) if group == 4 else np.array([load(value) for value in inputs])
-        for j in range(min(blocks * LANES, at.width)):
-            lane = at.weight + j // LANES * at.block_stride + j % LANES * group
-            column, place = at.column + j, (at.row + i) * at.out_stride + at.column + j
-            total = sums[place]
-            if at.is_first:
-                total = (
-                    begin[column]
-                    if begin is not None
-                    else bias[column]
-                    if scales is None
-                    else sums.dtype.type(0)
-                )
-            taken = weight[lane + k // group * LANES * group + k % group]
-            for value, one in zip(values, taken, strict=True):
-                total += value * (one if one.dtype == np.int8 else load(one))
-            sums[place] = total
-            if at.is_last and scales is not None:
-                factor = scales[column] if row_scales is None else row_scales[at.row + i] * scales[column]
-                out[place] = np.float32(total) * factor + bias[column]
+        places = (at.row + i) * at.out_stride + columns
+        initial = bias[columns] if scales is None else zeros[lanes] if begin is None else begin[columns]
+        total = initial if at.is_first else sums[places]
+        for k in range(depth):
+            factor = weight[weights + k // group * LANES * group + k % group]
+            total = total + _numbers(x[at.x + i * at.x_stride + k][None], kind) * _numbers(factor, kind)
+        sums[places] = total
+        if at.is_last and scales is not None:
+            factor = scales[columns] if row_scales is None else row_scales[at.row + i] * scales[columns]
+            out[places] = total.astype(np.float32) * factor + bias[columns]
+
+
+def _numbers(x: Any, kind: Any) -> Any:
+    return (x.astype(np.uint32) << 16).view(np.float32) if x.dtype == np.uint16 else x.astype(kind)
 
 
 class _Tile:

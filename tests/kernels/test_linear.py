@@ -10,7 +10,14 @@ from numpy.typing import NDArray
 from cupaged.jit import specialize
 from cupaged.kernels import linear
 from cupaged.kernels.intrinsics import HAS_BF16
-from cupaged.kernels.linear import PackedLinear, embedding_cpu, linear_cpu, pack_linear, packed_shapes
+from cupaged.kernels.linear import (
+    PackedLinear,
+    embedding_cpu,
+    linear_cpu,
+    pack_linear,
+    pack_rows,
+    packed_shapes,
+)
 
 # (in, out): SmolLM2-135M's five, then odd ones, one deeper than a tile's part in the cache.
 SHAPES = [
@@ -46,9 +53,16 @@ if HAS_BF16:
 @pytest.fixture(params=PATHS, ids=lambda path: "*".join(path.codes))
 def path(request: pytest.FixtureRequest) -> Path:
     chosen: Path = request.param
-    specialize(linear_cpu, linear.SIGNATURE.format(*chosen.codes))
-    specialize(embedding_cpu, linear.EMBEDDING_SIGNATURE.format(chosen.codes[1]))
+    prepare(chosen)
     return chosen
+
+
+def prepare(path: Path) -> None:
+    """Compile what a path needs, wherever else that has been done for other types."""
+    specialize(linear_cpu, linear.SIGNATURE.format(*path.codes))
+    specialize(embedding_cpu, linear.EMBEDDING_SIGNATURE.format(path.codes[1]))
+    for stored in ("f4", "u2"):
+        specialize(pack_rows, linear.PACK_SIGNATURE.format(stored, path.codes[1]))
 
 
 def pack(path: Path, *parts: NDArray[Any], bias: list[NDArray[Any]] | None = None) -> PackedLinear:
@@ -104,8 +118,8 @@ def test_row_has_the_same_bits_at_every_position_and_among_any_neighbours(path: 
 def test_bfloat16_weights_lose_nothing_beside_float32_inputs() -> None:
     exact, half = PATHS[:2]
     weight, x = random(0, 100, 333), np.random.default_rng(1).standard_normal((9, 333), np.float32)
-    for path in (exact, half):
-        specialize(linear_cpu, linear.SIGNATURE.format(*path.codes))
+    prepare(exact)
+    prepare(half)
 
     assert np.array_equal(
         multiply(exact, x, pack(exact, weight)),
@@ -125,6 +139,7 @@ def test_parts_of_any_type_and_layout_are_stacked(path: Path) -> None:
 
 
 def test_weights_are_rounded_to_even() -> None:
+    prepare(PATHS[1])
     weight = np.array([[1 + 2**-8, 1 + 3 * 2**-8, -1 - 2**-8 - 2**-20, 3e38]], np.float32)
 
     packed = pack(PATHS[1], weight)

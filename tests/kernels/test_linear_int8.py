@@ -16,6 +16,7 @@ from cupaged.kernels.linear_int8 import (
     linear_w8a8_cpu,
     linear_w8a16_cpu,
     pack_quantized,
+    quantize_outputs,
     quantized_shapes,
 )
 
@@ -54,13 +55,20 @@ if HAS_BF16:
 @pytest.fixture(params=PATHS, ids=lambda path: path.name)
 def path(request: pytest.FixtureRequest) -> Path:
     chosen: Path = request.param
-    code = "u2" if chosen.x == BFLOAT16 else "f4"
-    if chosen.group == 2:
+    prepare(chosen)
+    return chosen
+
+
+def prepare(path: Path) -> None:
+    """Compile what a path needs, wherever else that has been done for other types."""
+    code = "u2" if path.x == BFLOAT16 else "f4"
+    if path.group == 2:
         specialize(linear_w8a16_cpu, linear_int8.SIGNATURE_W8A16.format(code))
     else:
         specialize(linear_w8a8_cpu, linear_int8.SIGNATURE_W8A8.format(code))
     specialize(embedding_int8_cpu, linear_int8.EMBEDDING_SIGNATURE)
-    return chosen
+    for stored in ("f4", "u2"):
+        specialize(quantize_outputs, linear_int8.QUANTIZE_SIGNATURE.format(stored, f"u{path.group}"))
 
 
 def pack(path: Path, *parts: NDArray[Any], bias: list[NDArray[Any]] | None = None) -> QuantizedLinear:
@@ -206,7 +214,7 @@ def test_embedding_returns_the_rows_of_the_same_weight(path: Path, vocab_size: i
 
 def test_largest_integers_of_many_inputs_do_not_overflow() -> None:
     path = next(path for path in PATHS if path.group == 4)
-    specialize(linear_w8a8_cpu, linear_int8.SIGNATURE_W8A8.format("f4"))
+    prepare(path)
     weight = np.ones((16, 1 << 17), np.float32)
 
     out = multiply(path, np.concatenate([weight[:1], -weight[:1]]), pack(path, weight)).out
