@@ -321,7 +321,7 @@ def attend_units(
     mask: Mask,
     sinks: Any,  # float32[num_heads], or [0] for none
     most: int,  # rows of a unit
-    partial: Any,  # float32[slots, most, record_size]
+    partial: Any,  # float32[slots, record_size]
     out: Any,  # T[num_tokens, num_heads, head_dim]
     pieces: tuple[int, int],
 ) -> None:
@@ -345,7 +345,7 @@ def attend_units(
         for split in range(units[unit, FIRST], units[unit, END]):
             look(room.seen, units, unit, split, mask, heads.group)
             records = partial if slot >= 0 else room.records
-            at = (slot + split - units[unit, FIRST]) * total if slot >= 0 else 0
+            at = (slot + (split - units[unit, FIRST]) * rows) * size if slot >= 0 else 0
             if not adding:
                 ahead = place_next(room.groups, now, units, unit, split, last, cache, heads, tables, mask)
                 row, block_size, softcap = np.int64(0), cache.block_size, mask.softcap

@@ -15,13 +15,14 @@ from cupaged.kernels.tile import SPLIT
 
 UNIT_ROWS = 48  # (query, head) pairs of a unit at most: so often is a value used that was read once
 OVERHEAD = 64  # tokens that take as long as what a unit costs beside its tokens
+MOST_SLOTS = 1 << 16  # records, 25 MB for heads of 64
 GRAIN = 1 << 17  # bytes of the KV cache, 6 us of a thread's work
 
 # Columns of units, int64[num_units, NUM_COLUMNS].
 SEQ, TOKEN, POSITION = 0, 1, 2  # the sequence; the first query among the step's, and in its sequence
 COUNT, KV_HEAD = 3, 4  # queries; the head that they attend to
 FIRST, END = 5, 6  # splits [FIRST, END)
-SLOT = 7  # the place of the first split's records among those that are added up afterwards; -1 = none
+SLOT = 7  # the place of the first split's first record among those that are added up afterwards; -1 = none
 COST = 8
 NUM_COLUMNS = 9
 
@@ -49,7 +50,7 @@ class Plan(NamedTuple):
     cuts: Any  # int64[num_pieces + 1]; a piece has the units [cuts[i], cuts[i + 1])
     sums: Any
     sum_cuts: Any  # int64[num_sums + 1], each one a piece
-    slots: int
+    slots: int  # records
 
 
 @njit_inner
@@ -117,16 +118,18 @@ def plan_units(query_start: Any, seq_lens: Any, mask: Mask, heads: Heads) -> Any
             total += heads.num_kv_heads * unit[COST]
             most_splits = max(most_splits, unit[END] - unit[FIRST])
     pieces = num_chunks(total, GRAIN)
-    # Those that are divided cost more than two pieces, so there are fewer of them than half the pieces.
-    units = np.empty((num_units + pieces // 2 * most_splits, NUM_COLUMNS), np.int64)
-    sums = np.empty((pieces // 2, NUM_COLUMNS), np.int64)
+    # Those that are divided cost more than a piece, so there are fewer of them than pieces.
+    units = np.empty((num_units + pieces * most_splits, NUM_COLUMNS), np.int64)
+    sums = np.empty((pieces, NUM_COLUMNS), np.int64)
     num_units = num_sums = slots = np.int64(0)
     for seq in range(seq_lens.shape[0]):
         for token in range(query_start[seq], query_start[seq + 1], step):
             describe_unit(unit, query_start, seq_lens, seq, token, mask, heads)
             first, end = unit[FIRST], unit[END]
-            divided = unit[COST] * pieces > 2 * total and end - first > 1
-            unit[COST] //= end - first if divided else 1
+            rows, num_splits = unit[COUNT] * heads.group, end - first
+            divided = unit[COST] * pieces > total and num_splits > 1
+            divided &= slots + heads.num_kv_heads * rows * num_splits <= MOST_SLOTS
+            unit[COST] //= num_splits if divided else 1
             for kv_head in range(heads.num_kv_heads):
                 unit[KV_HEAD] = kv_head
                 if not divided:
@@ -138,7 +141,7 @@ def plan_units(query_start: Any, seq_lens: Any, mask: Mask, heads: Heads) -> Any
                 for split in range(first, end):
                     append_unit(units, num_units, unit, (split, split + 1), slots)
                     num_units += 1
-                    slots += 1
+                    slots += rows
     cuts = np.empty(min(pieces, num_units) + 1, np.int64)
     cut_evenly(cuts, units, num_units)
     sum_cuts = np.empty(num_sums + 1, np.int64)

@@ -42,7 +42,7 @@ def paged_attention_cpu(
     mask = Mask(scale, sliding_window, softcap)
     plan = plan_units(query_start, seq_lens, mask, heads)
     most = min(queries_of_unit(heads.group), q.shape[0]) * heads.group
-    partial = np.empty(plan.slots * most * record_size(head_dim), np.float32)
+    partial = np.empty(plan.slots * record_size(head_dim), np.float32)
     flat = pool.reshape(-1)
     for adding in range(1 if plan.slots == 0 else 2):
         units = plan.sums if adding else plan.units

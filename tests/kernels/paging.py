@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 from cupaged.jit import specialize
 from cupaged.kernels.paged_attention import SIGNATURE, paged_attention_cpu
+from cupaged.threads import ParallelRunner
 
 LAYER, NUM_LAYERS = 1, 2
 Floats = NDArray[np.float32]
@@ -71,7 +72,6 @@ class PagedCase:
                 keys[:, :, offset] = self.k[seq][token]
                 pool[block, LAYER, 1, :, offset] = self.v[seq][token]
         self.pool = pool.view(np.uint16) if self.kv_dtype == ml_dtypes.bfloat16 else pool
-        specialize(paged_attention_cpu, SIGNATURE.format("u2" if self.pool.dtype == np.uint16 else "f4", "f4"))
 
     def cut_tables(self, *chunks: tuple[int, int, int]) -> NDArray[np.int32]:
         """Return the tables of chunks (seq, start, stop): -1 past the end and before the first's window."""
@@ -92,15 +92,18 @@ class PagedCase:
         pool[hidden] = np.nan
         return pool
 
-    def attend(self, *chunks: tuple[int, int, int]) -> list[Floats]:
+    def attend(
+        self, *chunks: tuple[int, int, int], out_dtype: Any = np.float32, num_threads: int = 1
+    ) -> list[NDArray[Any]]:
         """Run one step whose chunks (seq, start, stop) are its new tokens; return each one's output."""
         lengths = [stop - start for _, start, stop in chunks]
         tables = self.cut_tables(*chunks)
         queries = np.concatenate([self.q[seq][start:stop] for seq, start, stop in chunks])
         fused = np.full((len(queries), self.num_heads + 2, self.head_dim), np.nan, np.float32)
         fused[:, : self.num_heads] = queries  # the heads of one token lie in a longer row, as in qkv
-        out = np.full_like(queries, np.nan)
-        paged_attention_cpu(
+        out = np.full_like(queries, np.nan, out_dtype)
+        words = out.view(np.uint16) if out_dtype == ml_dtypes.bfloat16 else out
+        args = (
             fused[:, : self.num_heads],
             self.hide_others(self.pool.view(self.kv_dtype), tables).view(self.pool.dtype),
             LAYER,
@@ -111,8 +114,11 @@ class PagedCase:
             self.sliding_window,
             self.softcap,
             self.sinks,
-            out,
+            words,
         )
+        codes = ("u2" if array.dtype == np.uint16 else "f4" for array in (self.pool, words))
+        specialize(paged_attention_cpu, SIGNATURE.format(*codes))
+        ParallelRunner(num_threads).run([(paged_attention_cpu, args)])
         return np.split(out, np.cumsum(lengths)[:-1])
 
     def prefill(self, seq: int = 0) -> Floats:

@@ -6,9 +6,12 @@ import ml_dtypes
 import numpy as np
 import pytest
 
+from cupaged.kernels.attention_plan import Heads, Mask, plan_units
+from cupaged.kernels.tile import SPLIT
 from tests.kernels.paging import PagedCase
 
-ODD_LENS = (1, 15, 16, 17, 97, 1000)
+ODD_LENS = (1, 15, 16, 17, 97, SPLIT - 1, SPLIT, SPLIT + 1, 1000)
+LONG = 3 * SPLIT + 9  # alone it is divided, among others it is not
 KV_DTYPES = [np.float32, ml_dtypes.bfloat16]
 HEADS = [(4, 4, 64), (9, 3, 64), (8, 2, 80), (8, 1, 96), (2, 1, 128), (3, 1, 8), (4, 2, 10), (2, 1, 256)]
 
@@ -85,13 +88,24 @@ def test_large_scores_do_not_overflow() -> None:
     assert error < 1e-3
 
 
-def test_value_after_the_query_cannot_spoil_it() -> None:
-    case = PagedCase((40,), 2, 1, 16)
+@pytest.mark.parametrize("token", [39, 33, 17])
+@pytest.mark.parametrize(("num_heads", "num_kv_heads"), [(2, 1), (1, 1), (3, 1), (5, 1), (8, 2)])
+@pytest.mark.parametrize("sliding_window", [0, 8])
+def test_value_that_a_query_does_not_see_cannot_spoil_it(
+    token: int, num_heads: int, num_kv_heads: int, sliding_window: int
+) -> None:
+    case = PagedCase((40,), num_heads, num_kv_heads, 20, sliding_window=sliding_window)
+    unseen = np.arange(40) < token
+    if sliding_window:
+        unseen |= np.arange(40) >= token + sliding_window
     expected = case.dense()
-    case.v[0][39] = np.inf
+    case.v[0][token] = np.inf
     case.place(np.random.default_rng(1))
 
-    assert_close(case.prefill()[:39], expected[:39])
+    out = case.prefill()
+
+    assert_close(out[unseen], expected[unseen])
+    assert not np.isfinite(out[~unseen]).any()
 
 
 def test_broken_key_shows_in_every_query_that_sees_it_and_in_no_other() -> None:
@@ -115,12 +129,17 @@ def test_query_has_the_same_bits_in_decode_and_prefill(
 
     prefill = case.prefill()
 
-    for position in (0, 1, 15, 16, 17, 97, 127, 128, 129, 255, 256, 299):
+    for position in (0, 1, 15, 16, 17, 97, SPLIT - 1, SPLIT, SPLIT + 1, 299):
         (decode,) = case.attend((0, position, position + 1))
         assert np.array_equal(decode[0], prefill[position]), position
 
 
-@pytest.mark.parametrize("options", [{}, {"sliding_window": 50}, {"softcap": 3.0, "sliding_window": 200}])
+SINKS = np.array([-1.0, 0.5, 3.0, 20.0, 0.0, -9.0], np.float32)
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"sliding_window": 50}, {"softcap": 3.0, "sliding_window": 300}, {"sinks": SINKS}]
+)
 def test_query_has_the_same_bits_for_every_chunk_size(options: dict[str, Any]) -> None:
     case = PagedCase((1000,), 6, 2, 16, **options)
     whole = case.prefill()
@@ -151,3 +170,57 @@ def test_query_has_the_same_bits_for_every_block_size_and_placement(block_size: 
     for seed in range(2):
         case.place(np.random.default_rng(seed))
         assert np.array_equal(case.prefill(), reference)
+
+
+def is_divided(case: PagedCase, *chunks: tuple[int, int, int]) -> bool:
+    """Return whether a step's units are divided into the splits of their tokens."""
+    starts = np.cumsum([0, *(stop - start for _, start, stop in chunks)], dtype=np.int32)
+    lens = np.array([stop for *_, stop in chunks], np.int32)
+    heads = Heads(case.num_kv_heads, case.num_heads // case.num_kv_heads, case.head_dim)
+    plan = plan_units(starts, lens, Mask(case.scale, case.sliding_window, case.softcap), heads)
+    return bool(plan.slots > 0)
+
+
+@pytest.mark.parametrize("options", [{}, {"sliding_window": 700, "sinks": SINKS}, {"softcap": 3.0}])
+def test_query_has_the_same_bits_whether_its_splits_are_divided(options: dict[str, Any]) -> None:
+    lens = (LONG, *(200,) * 30)
+    case = PagedCase(lens, 6, 2, 128, **options)
+    chunks = [(seq, n - 1, n) for seq, n in enumerate(lens)]
+    assert is_divided(case, chunks[0])
+    assert not is_divided(case, *chunks)
+
+    (alone,) = case.attend(chunks[0])
+    among = case.attend(*chunks)
+
+    assert np.array_equal(alone, among[0])
+    assert_close(alone[0], case.dense(0, LONG - 1)[0])
+
+
+def test_chunk_that_is_divided_equals_dense_attention() -> None:
+    case = PagedCase((2000,), 6, 2, 128)
+    assert is_divided(case, (0, 1990, 2000))
+
+    assert_close(case.attend((0, 1990, 2000))[0], case.dense(0, 1990))
+
+
+@pytest.mark.parametrize("kv_dtype", KV_DTYPES)
+def test_threads_change_no_bits(kv_dtype: Any) -> None:
+    case = PagedCase((LONG, 300, 97, 1), 6, 2, 64, kv_dtype=kv_dtype)
+    chunks = [(0, LONG - 1, LONG), (1, 100, 300), (2, 0, 97), (3, 0, 1)]
+
+    one = case.attend(*chunks)
+    two = case.attend(*chunks, num_threads=2)
+
+    assert all(map(np.array_equal, one, two))
+
+
+@pytest.mark.parametrize("head_dim", [20, 64])
+def test_bfloat16_result_is_the_float32_one_rounded(head_dim: int) -> None:
+    case = PagedCase((97, LONG), 6, 2, head_dim, kv_dtype=ml_dtypes.bfloat16)
+    chunks = [(0, 30, 97), (1, LONG - 1, LONG)]
+
+    exact = case.attend(*chunks)
+    rounded = case.attend(*chunks, out_dtype=ml_dtypes.bfloat16)
+
+    for out, expected in zip(rounded, exact, strict=True):
+        assert np.array_equal(out, expected.astype(ml_dtypes.bfloat16))
