@@ -60,9 +60,8 @@ def multiply_tile(
     the int32 that makes up for the 128 in x. All but the last are by output, float32.
     """
     bias, scales, begin, row_scales = (*terms, None, None, None)[:4]
-    sums, zeros, kind = out, np.zeros(blocks * LANES, np.float32), np.float32
-    if begin is not None:
-        sums, kind = out.view(np.int32), np.int32
+    kind: Any = np.float32 if begin is None else np.int32
+    sums, zeros = out.view(kind), np.zeros(blocks * LANES, np.float32)
     group = 4 // x.itemsize if begin is not None else 1 if weight.itemsize == 4 else 2
     lanes = np.arange(min(blocks * LANES, at.width))
     columns = at.column + lanes
