@@ -1,26 +1,22 @@
-"""Throughput of N requests that all arrive at once: continuous and static batching, sharing, and a peer.
+"""Throughput of N requests that all arrive at once: continuous and static batching, and sharing.
 
     python -m tools.bench_offline MODEL                        output tokens/s and latencies
     python -m tools.bench_offline MODEL --static 8,16,64       continuous over static batching at those limits
     python -m tools.bench_offline MODEL --shared-prefix 80,341 the prefix cache, where prompts begin alike
     python -m tools.bench_offline MODEL -n 4                   4 outputs of a request over 4 requests
-    python -m tools.bench_offline MODEL --peer transformers --peer-python PYTHON
 
 One of these at a time. Prompt and output lengths are log-normal from a seed. The static mode runs on the
 same engine: it pads to the longest prompt of a batch, goes on until its longest output is out, and then takes
-the next batch, which is what any padded batch must compute; only the tokens that were asked for count. The
-peer runs the same lengths in padded batches of 8 in its own environment. No run finds what one before it has
-cached. The last line is JSON.
+the next batch, which is what any padded batch must compute; only the tokens that were asked for count. No run
+finds what one before it has cached. tools/bench_peers.py sets the first of these beside other engines. The
+last line is JSON.
 """
 
 import argparse
 import json
 import os
 import resource
-import subprocess
-import sys
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -29,8 +25,6 @@ from cupaged.config import EngineConfig
 from cupaged.engine.llm_engine import LLMEngine
 from tools.offline_runs import LONGEST, Result, Workload, make_workload, run
 from tools.offline_sharing import compare_prefixes, compare_sampling, run_fresh
-
-PEER_BATCH = 8  # sequences in a padded batch of the peer
 
 
 def run_static(engine: LLMEngine, workload: Workload, limit: int) -> tuple[float, int]:
@@ -45,35 +39,6 @@ def run_static(engine: LLMEngine, workload: Workload, limit: int) -> tuple[float
         seconds += result.seconds
         num_steps += result.num_steps
     return seconds, num_steps
-
-
-def run_peer(args: argparse.Namespace, workload: Workload) -> dict[str, Any]:
-    """Run the workload through tools/peer_transformers.py under the peer's own Python."""
-    order = {
-        "model": args.model,
-        "prompts": workload.prompts,
-        "output_lengths": workload.output_lengths,
-        "batch": PEER_BATCH,
-        "threads": args.num_threads,
-        "dtype": args.peer_dtype,
-    }
-    # Threads that spin would stall it 20 times over beside a busy neighbour.
-    environment = os.environ | {"OMP_WAIT_POLICY": "passive"}
-    for name in ("OPENBLAS_CORETYPE", "PYTHONPATH"):
-        environment.pop(name, None)
-    script = Path(__file__).with_name("peer_transformers.py")
-    done = subprocess.run(
-        [args.peer_python, str(script)],
-        input=json.dumps(order),
-        capture_output=True,
-        text=True,
-        env=environment,
-        check=False,
-    )
-    if done.returncode:
-        sys.exit(f"the peer failed under {args.peer_python}:\n{done.stderr[-2000:]}")
-    answer: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
-    return answer
 
 
 def make_engine(args: argparse.Namespace, max_num_seqs: int, **options: Any) -> LLMEngine:
@@ -159,12 +124,7 @@ def parse_args() -> argparse.Namespace:
     mode.add_argument("--shared-prefix", metavar="LENGTHS", help="tokens that all prompts begin with")
     mode.add_argument("-n", type=int, default=1, help="outputs of a request, of which there are as many less")
     mode.add_argument("--static", metavar="LIMITS", help="limits of running sequences, such as 8,16,64")
-    mode.add_argument("--peer", choices=("transformers",))
-    parser.add_argument("--peer-python", metavar="PYTHON", help="the interpreter that has the peer installed")
-    parser.add_argument("--peer-dtype", default="float32")
     args = parser.parse_args()
-    if bool(args.peer) != bool(args.peer_python):
-        parser.error("--peer and --peer-python need each other")
     if args.static and args.repeat > 1:
         parser.error("--static makes one run of each, so it takes no --repeat")
     return args
@@ -191,19 +151,13 @@ def main() -> None:
 
 
 def measure(args: argparse.Namespace) -> dict[str, Any]:
-    """Print throughput and latencies, and the peer's throughput beside them."""
+    """Print throughput and latencies."""
     engine = make_engine(args, 256)
     workload = _workload(args, engine)
     results = sorted((run_fresh(engine, workload) for _ in range(args.repeat)), key=lambda r: r.seconds)
     print(f"{len(workload.prompts)} requests, {sum(map(len, workload.prompts))} prompt tokens")
     figures: dict[str, Any] = {"cupaged": report(results[len(results) // 2], engine)}
     engine.close()
-    if args.peer:
-        peer = figures["peer"] = run_peer(args, workload)
-        rate = peer["output_tokens_per_second"]
-        figures["ratio"] = figures["cupaged"]["output_tokens_per_second"] / rate
-        print(f"  {peer['what']}: {rate:.1f} output tokens/s")
-        print(f"  cupaged over it: {figures['ratio']:.2f}x")
     return figures
 
 

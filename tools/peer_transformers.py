@@ -1,7 +1,8 @@
-"""The workload of bench_offline through Hugging Face transformers, in padded batches; run by bench_offline.
+"""The workloads of bench_peers through Hugging Face transformers; run by bench_peers.
 
 Reads its order as JSON from standard input and prints a line of JSON. It runs under an interpreter that has
-torch and transformers, and imports nothing of cupaged.
+torch and transformers, and imports nothing of cupaged. Many requests go through `generate` in padded batches,
+or through its continuous batching; a single one through `generate`.
 """
 
 import json
@@ -10,9 +11,87 @@ from importlib import import_module
 from time import perf_counter
 from typing import Any
 
+PAGE_SIZE = 32  # tokens of a page of continuous batching
+
+
+class Stamps:
+    """Stands where `generate` expects a streamer, and notes when tokens come."""
+
+    def __init__(self) -> None:
+        self.times: list[float] = []
+
+    def put(self, _: Any) -> None:
+        """Note the time; the first call brings the prompt."""
+        self.times.append(perf_counter())
+
+    def end(self) -> None:
+        """Nothing is left to write."""
+
+
+def generate(model: Any, prompts: list[list[int]], length: int, streamer: Stamps | None = None) -> None:
+    """Generate `length` tokens for each of `prompts`, left-padded."""
+    torch = import_module("torch")
+    longest = max(map(len, prompts))
+    with torch.inference_mode():
+        model.generate(
+            torch.tensor([[0] * (longest - len(p)) + p for p in prompts]),
+            attention_mask=torch.tensor([[0] * (longest - len(p)) + [1] * len(p) for p in prompts]),
+            max_new_tokens=length,
+            min_new_tokens=length,
+            do_sample=False,
+            pad_token_id=0,
+            streamer=streamer,
+        )
+
+
+def run_batches(model: Any, order: dict[str, Any]) -> float:
+    """Answer batch after batch, each as long as its longest output; return the seconds."""
+    prompts, lengths, batch = order["prompts"], order["output_lengths"], order["batch"]
+    start = perf_counter()
+    for i in range(0, len(prompts), batch):
+        generate(model, prompts[i : i + batch], max(lengths[i : i + batch]))
+    return perf_counter() - start
+
+
+def run_continuous(model: Any, prompts: list[list[int]], lengths: list[int]) -> float:
+    """Answer all requests by continuous batching; return the seconds without its set-up."""
+    transformers = import_module("transformers")
+    pages = sum(-(-(len(p) + n) // PAGE_SIZE) for p, n in zip(prompts, lengths, strict=True))
+    config = transformers.ContinuousBatchingConfig(
+        page_size=PAGE_SIZE,
+        num_blocks=pages + len(prompts),
+        max_batch_tokens=2048,
+        allow_block_sharing=False,  # no run finds what one before it has cached
+    )
+    greedy = transformers.GenerationConfig(do_sample=False, eos_token_id=-1, pad_token_id=0)
+    with model.continuous_batching_context_manager(greedy, continuous_batching_config=config) as manager:
+        start = perf_counter()
+        for prompt, length in zip(prompts, lengths, strict=True):
+            manager.add_request(prompt, max_new_tokens=length, eos_token_id=-1)
+        num_tokens = num_finished = 0
+        while num_finished < len(prompts):
+            result = manager.get_result(timeout=1)
+            if result is not None and result.is_finished():
+                num_finished += 1
+                num_tokens += len(result.generated_tokens)
+            elif not manager.is_running():
+                sys.exit("continuous batching ended early")
+        seconds = perf_counter() - start
+    if num_tokens != sum(lengths):
+        sys.exit(f"continuous batching gave {num_tokens} tokens of {sum(lengths)}")
+    return seconds
+
+
+def run_single(model: Any, prompt: list[int], length: int) -> list[float]:
+    """Answer one request; return the seconds to its first and to its last token."""
+    stamps = Stamps()
+    start = perf_counter()
+    generate(model, [prompt], length, stamps)
+    return [stamps.times[1] - start, stamps.times[-1] - start]
+
 
 def main() -> None:
-    """Generate for all prompts, left-padded, batch after batch."""
+    """Run what the order says, as often as it says."""
     torch: Any = import_module("torch")
     transformers: Any = import_module("transformers")
     order = json.load(sys.stdin)
@@ -20,33 +99,16 @@ def main() -> None:
     model = transformers.AutoModelForCausalLM.from_pretrained(
         order["model"], dtype=getattr(torch, order["dtype"])
     ).eval()
-
-    def generate(prompts: list[list[int]], length: int) -> None:
-        longest = max(map(len, prompts))
-        ids = torch.tensor([[0] * (longest - len(p)) + p for p in prompts])
-        mask = torch.tensor([[0] * (longest - len(p)) + [1] * len(p) for p in prompts])
-        with torch.inference_mode():
-            model.generate(
-                ids,
-                attention_mask=mask,
-                max_new_tokens=length,
-                min_new_tokens=length,
-                do_sample=False,
-                pad_token_id=0,
-            )
-
-    generate([[1] * 8] * 2, 2)  # warm up
-    prompts, lengths, batch = order["prompts"], order["output_lengths"], order["batch"]
-    start = perf_counter()
-    for i in range(0, len(prompts), batch):
-        generate(prompts[i : i + batch], max(lengths[i : i + batch]))
-    seconds = perf_counter() - start
-    attention = model.config._attn_implementation
-    what = (
-        f"transformers {transformers.__version__}, torch {torch.__version__}, padded batches of {batch}, "
-        f"{order['dtype']}, {order['threads']} threads, {attention} attention"
-    )
-    print(json.dumps({"what": what, "seconds": seconds, "output_tokens_per_second": sum(lengths) / seconds}))
+    repeats, single = range(order["repeat"]), []
+    if order["continuous"]:
+        run_continuous(model, order["prompts"][:2], [2, 2])  # warms up
+        offline = [run_continuous(model, order["prompts"], order["output_lengths"]) for _ in repeats]
+    else:
+        generate(model, [[1] * 8] * 2, 2)
+        offline = [run_batches(model, order) for _ in repeats]
+        single = [run_single(model, order["prompt"], order["length"]) for _ in repeats]
+    version = f"transformers {transformers.__version__}, torch {torch.__version__}"
+    print(json.dumps({"version": version, "offline": offline, "single": single}))
 
 
 if __name__ == "__main__":

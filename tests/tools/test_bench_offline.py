@@ -48,7 +48,7 @@ def test_static_run_waits_for_the_slowest_of_each_batch(engine: LLMEngine) -> No
     assert num_steps == 4 + 6
 
 
-@pytest.mark.parametrize("others", [("-n", "4"), ("--peer", "transformers"), ("--shared-prefix", "80")])
+@pytest.mark.parametrize("others", [("-n", "4"), ("--shared-prefix", "80")])
 def test_comparisons_are_made_one_at_a_time(
     others: tuple[str, str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -60,13 +60,8 @@ def test_comparisons_are_made_one_at_a_time(
     assert "not allowed with argument --static" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(
-    "arguments", [("--peer", "transformers"), ("--peer-python", "python"), ("--static", "8", "--repeat", "3")]
-)
-def test_option_that_would_be_ignored_is_refused(
-    arguments: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("sys.argv", ["bench_offline", "model", *arguments])
+def test_option_that_would_be_ignored_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.argv", ["bench_offline", "model", "--static", "8", "--repeat", "3"])
 
     with pytest.raises(SystemExit):
         parse_args()
