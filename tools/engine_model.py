@@ -117,8 +117,9 @@ def hf_config(shape: Shape) -> dict[str, Any]:
     }
 
 
-def write_model(directory: Path, shape: Shape) -> Path:
-    """Write a model without weights into `directory` and return it."""
-    (directory / "config.json").write_text(json.dumps(hf_config(shape), indent=2), encoding="utf-8")
+def write_model(directory: Path, shape: Shape, **changes: Any) -> Path:
+    """Write a model without weights into `directory` and return it; changes are made to its config.json."""
+    text = json.dumps(hf_config(shape) | changes, indent=2)
+    (directory / "config.json").write_text(text, encoding="utf-8")
     write_tiny_tokenizer(directory)
     return directory
