@@ -291,7 +291,7 @@ def end_rows(units: Any, unit: int, heads: Heads, records: Any, at: int, out: An
         token = units[unit, TOKEN] + row // heads.group
         source, target = at + row * size, (token * out.shape[1] + head) * head_dim
         total = simd.sum_lanes(simd.load(records, source + size - 2 * LANES))
-        scale = simd.splat(np.float32(1.0) / total)
+        scale = simd.splat(1.0) / simd.splat(total)
         for d in range(0, whole, LANES):
             simd.store(out, target + d, simd.load(records, source + d) * scale)
         if whole < head_dim:
