@@ -8,8 +8,7 @@
 The limit is the memory's bandwidth: the median of parallel reads of as many bytes as the weights have, made
 before each profile by as many threads. What fits in the caches may be above it; a matrix product of many rows
 computes longer than it reads, so its GFLOP/s stand beside. Times are medians over steps; what is left between
-the kernels is Python, the scheduler, the sampler and the calls themselves, and the clock, which the time of
-the whole step leaves out. The last line is JSON.
+the kernels is Python, the scheduler, the sampler and the calls themselves. The last line is JSON.
 """
 
 import argparse
@@ -62,8 +61,8 @@ class Profile(NamedTuple):
     """A step; medians over steps."""
 
     seconds: float  # without clocks between its kernels
-    between: float  # seconds that no kernel runs, with clocks
-    rows: list[Row]  # with clocks, the longest first
+    between: float  # seconds that no kernel runs
+    rows: list[Row]  # the longest first
 
 
 @contextmanager
@@ -84,6 +83,17 @@ def timed_kernels() -> Iterator[list[Timed]]:
         yield found
 
 
+def seconds_of_clock(count: int = 200, repeats: int = 9) -> float:
+    """Return the seconds that it takes to note a call, beside the call itself."""
+    runner, nothing = ParallelRunner(1), [(lambda: None, ())] * count
+    found = []
+    for _ in range(repeats):
+        with timed_kernels() as calls:
+            (seconds,) = seconds_of(lambda: runner.run(nothing), 1)
+        found.append((seconds - sum(call.seconds for call in calls)) / count)
+    return min(found)
+
+
 def sum_by_kind(calls: Sequence[Timed]) -> dict[str, Row]:
     """Return a step's calls by kind."""
     rows: dict[str, Row] = {}
@@ -98,6 +108,7 @@ def sum_by_kind(calls: Sequence[Timed]) -> dict[str, Row]:
 
 def profile(step: Callable[[], Any], count: int) -> Profile:
     """Profile so many steps, each after one without clocks between its kernels."""
+    clock = seconds_of_clock()
     seconds_of(step, 2)
     plain: list[float] = []
     between: list[float] = []
@@ -106,7 +117,7 @@ def profile(step: Callable[[], Any], count: int) -> Profile:
         plain += seconds_of(step, 1)
         with timed_kernels() as calls:
             (seconds,) = seconds_of(step, 1)
-        between.append(seconds - sum(call.seconds for call in calls))
+        between.append(seconds - sum(call.seconds + clock for call in calls))
         for name, row in sum_by_kind(calls).items():
             by_kind[name].append(row)
     rows = [
