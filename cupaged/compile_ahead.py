@@ -18,6 +18,7 @@ from numba.core.dispatcher import Dispatcher
 from tqdm import tqdm
 
 from cupaged.jit import cache_dir, is_compiled, set_compiled, specialize
+from cupaged.threads import available_cpus
 
 FIRST = 48  # the byte that stands for the first task in the queue; lower ones mean something to a pipe
 
@@ -108,6 +109,17 @@ class Compilation:
         for end in (queue, put, say):
             os.close(end)
         self._news = os.fdopen(news, encoding="utf-8")
+
+
+def compile_all(title: str, wanted: Sequence[tuple[Callable[..., Any], str]]) -> None:
+    """Compile each function for its signature, in other processes where there are processors for them.
+
+    One processor is left to whoever else compiles.
+    """
+    others = available_cpus() - 1
+    tasks = [Task(*each) for each in wanted]
+    with Compilation(tasks, others if others > 1 else 0) as compilation:
+        compilation.wait(title)
 
 
 def _may_start(task: Task) -> bool:

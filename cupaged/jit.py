@@ -15,13 +15,16 @@ import shutil
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, TypeVar, overload
 
 import llvmlite.binding
 import numba
 from llvmlite import __version__ as llvmlite_version
+from numba.core.codegen import JITCodeLibrary
+from numba.core.compiler import Compiler
 from numba.core.dispatcher import Dispatcher
 
 from cupaged.paths import user_cache_dir
@@ -90,36 +93,70 @@ def cache_dir(module: str) -> str:
     return str(folder)
 
 
+class _InnerLibrary(JITCodeLibrary):
+    """A function that only functions call: optimised, and made machine code, as a part of theirs."""
+
+    def _optimize_final_module(self) -> None:
+        pass
+
+    def _finalize_final_module(self) -> None:
+        self._finalized = True
+
+    def get_pointer_to_function(self, name: str) -> int:  # noqa: ARG002
+        return 0
+
+    @property
+    def codegen(self) -> Any:
+        """Return what Numba gives an environment to, which nothing without a wrapper needs."""
+        return SimpleNamespace(set_env=lambda *_: None)
+
+
+class _InnerCompiler(Compiler):
+    def define_pipelines(self) -> Any:
+        state: Any = self.state
+        library: Any = _InnerLibrary
+        state.library = library(state.targetctx.codegen(), state.func_id.func_qualname)
+        return super().define_pipelines()  # type: ignore[no-untyped-call]
+
+
 @overload
 def njit(function: F) -> F: ...
 @overload
-def njit(
-    function: None = None, *, signatures: Sequence[str] | None = None, **options: Any
-) -> Callable[[F], F]: ...
-def njit(function: Any = None, *, signatures: Sequence[str] | None = None, **options: Any) -> Any:
-    """Compile `function` without the GIL, cached in our folder; the host program's setting is kept.
+def njit(function: None = None, **options: Any) -> Callable[[F], F]: ...
+def njit(function: Any = None, **options: Any) -> Any:
+    """Compile `function` when it is called, without the GIL, cached in our folder.
 
-    With `signatures` it is compiled at once, as by `specialize`.
+    What njit functions call of it is a twin, or LLVM would go through a function once more for each one on
+    the way up to Python. The host program's setting of the cache is kept.
     """
     if function is None:
-        return functools.partial(njit, signatures=signatures, **options)
+        return functools.partial(njit, **options)
     config: Any = numba.config
     with _lock:
         before, config.CACHE_DIR = config.CACHE_DIR, cache_dir(function.__code__.co_filename)
         try:
-            return numba.njit(signatures, cache=True, nogil=True, **options)(function)
+            ours: Any = {"cache": True, "nogil": True, "no_cfunc_wrapper": True}
+            dispatcher: Any = numba.njit(**options | ours)(function)
         finally:
             config.CACHE_DIR = before
+    if not config.DISABLE_JIT:
+        twin = dispatcher.inner = _inner(function, options)
+        dispatcher.get_call_template, dispatcher.get_overload = twin.get_call_template, twin.get_overload
+    return dispatcher
 
 
 def njit_inner(function: F) -> F:
     """Compile what only njit functions call and what makes no array: no wrappers, no reference counts.
 
-    So it compiles in less than half the time, and a call with a NamedTuple of many arrays, whose counts would
-    all go up and down, saves a microsecond: the caller holds the arrays. What makes an array after all does
-    not compile ("NRT required").
+    A call with a NamedTuple of many arrays, whose counts would all go up and down, saves a microsecond: the
+    caller holds the arrays. What makes an array after all does not compile ("NRT required").
     """
-    return njit(no_cpython_wrapper=True, no_cfunc_wrapper=True, _nrt=False)(function)
+    return _inner(function, {"_nrt": False})  # type: ignore[no-any-return]
+
+
+def _inner(function: Any, options: dict[str, Any]) -> Any:
+    no_wrappers: Any = {"no_cpython_wrapper": True, "no_cfunc_wrapper": True}
+    return numba.njit(**options | no_wrappers, nogil=True, pipeline_class=_InnerCompiler)(function)
 
 
 def specialize(function: Callable[..., Any], signature: str) -> None:

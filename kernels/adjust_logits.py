@@ -86,13 +86,13 @@ def adjust_rows(
                 bits[banned[k]] = BANNED
 
 
-_SIGNATURE = (
+SIGNATURE = (
     "void(f4[:,::1],i4[::1],i4[::1],i4[::1],i4[:,::1],f4[::1],f4[::1],f4[::1],i4[::1],i4[::1],f4[::1],"
     "i4[::1],i4[::1],f4[:,::1])"
 )
 
 
-@njit(signatures=[_SIGNATURE])
+@njit
 def adjust_logits_cpu(
     logits: Any,  # float32[n, vocab_size]
     logit_seq: Any,  # int32[n], the sequence of each row
@@ -116,7 +116,7 @@ def adjust_logits_cpu(
     parallel_for(adjust_rows, logits.shape[0], num_chunks(logits.size, GRAIN), args)
 
 
-@njit(signatures=["void(i4[::1],i4[::1],i4[::1],i4[::1],i4[::1],i4[:,::1])"])
+@njit
 def count_history_cpu(
     rows: Any,  # int32[num_seqs], and so flags and output_position
     flags: Any,
@@ -138,7 +138,7 @@ def count_history_cpu(
                     row[history[k]] += 1
 
 
-@njit(signatures=["void(i4[::1],i4[::1],i4[::1],i4[:,::1])"])
+@njit
 def count_sampled_cpu(
     rows: Any,  # int32[num_seqs], and so flags and token_ids
     flags: Any,

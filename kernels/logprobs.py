@@ -113,10 +113,10 @@ def rank_rows(
         ranks[i] = rank_row(logits[i], scale, token_ids[i], logprobs[i])
 
 
-_SIGNATURE = "void(f4[:,::1],i4[::1],i4[::1],i4[::1],i4[::1],f4[::1],i4[:,::1],f4[:,::1],i4[::1])"
+SIGNATURE = "void(f4[:,::1],i4[::1],i4[::1],i4[::1],i4[::1],f4[::1],i4[:,::1],f4[:,::1],i4[::1])"
 
 
-@njit(signatures=[_SIGNATURE])
+@njit
 def logprobs_cpu(
     logits: Any,  # float32[n, vocab_size]
     logit_seq: Any,  # int32[n], the sequence of each row

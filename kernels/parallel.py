@@ -10,12 +10,14 @@ from typing import Any
 from llvmlite import ir
 from numba.core import cgutils as _cgutils
 from numba.core import types
-from numba.extending import lower_builtin, type_callable
+from numba.extending import lower_builtin as _lower_builtin
+from numba.extending import type_callable
 
 from cupaged.kernels.chunks import chunk_range
 from cupaged.threads import lead
 
 cgutils: Any = _cgutils  # untyped
+lower_builtin: Any = _lower_builtin
 _INT = ir.IntType(64)
 _POINTER = ir.IntType(8).as_pointer()
 _VOID = ir.VoidType()
@@ -38,6 +40,7 @@ class _Body:
     def __init__(self, dispatcher: Any, args: Any) -> None:
         self._given = args.types
         self._types = (*map(types.unliteral, args.types), _RANGE)
+        dispatcher = getattr(dispatcher, "inner", dispatcher)
         dispatcher.compile(self._types)
         self._compiled = dispatcher.overloads[self._types]
 
@@ -104,8 +107,6 @@ def _type_parallel_for(_context: Any) -> Any:
     return typed
 
 
-# Not an overload, which would be one more function to compile for each kernel.
-@lower_builtin(parallel_for, types.Dispatcher, types.Integer, types.Integer, types.BaseTuple)
 def _lower_parallel_for(context: Any, builder: Any, signature: Any, values: Any) -> Any:
     kinds = signature.args
     body = _Body(kinds[0].dispatcher, kinds[3])
@@ -120,3 +121,9 @@ def _lower_parallel_for(context: Any, builder: Any, signature: Any, values: Any)
         with several:
             _emit_loop(context, builder, body, n, pieces, args)
     return context.get_dummy_value()
+
+
+# Not an overload, which would be one more function to compile for each kernel.
+lower_builtin(parallel_for, types.Dispatcher, types.Integer, types.Integer, types.BaseTuple)(
+    _lower_parallel_for
+)

@@ -46,7 +46,10 @@ def gather_rows_cuda(device: Device, x: Array, index: Array, out: Array) -> None
     kernel(grid, THREADS, (out, x, index, num_rows, num_units, x_stride))
 
 
-@njit(signatures=["void(i4[::1],i4[::1],i4[::1],i4[::1],i4[::1])"])
+LOAD_SIGNATURE = "void(i4[::1],i4[::1],i4[::1],i4[::1],i4[::1])"
+
+
+@njit
 def load_last_tokens_cpu(
     rows: Any,  # int32[num_seqs], and so flags; row -1 = padding
     flags: Any,
@@ -74,7 +77,10 @@ def load_last_tokens_cuda(
     kernel(grid, THREADS, (input_ids, rows, flags, query_start, last_token, len(rows)))
 
 
-@njit(signatures=["void(i4[::1],i4[::1],i4[::1],i4[::1])"])
+STORE_SIGNATURE = "void(i4[::1],i4[::1],i4[::1],i4[::1])"
+
+
+@njit
 def store_last_tokens_cpu(rows: Any, flags: Any, token_ids: Any, last_token: Any) -> None:
     """Set last_token[row] for the sequences that sampled."""
     for seq in range(rows.shape[0]):
@@ -91,7 +97,10 @@ def store_last_tokens_cuda(
     kernel((ceil_div(len(rows), THREADS), 1, 1), THREADS, args)
 
 
-@njit(signatures=["void(u1[:,::1],u1[:,::1],i4[:,::1])"])
+COPY_SIGNATURE = "void(u1[:,::1],u1[:,::1],i4[:,::1])"
+
+
+@njit
 def copy_blocks_cpu(source: Any, target: Any, pairs: Any) -> None:
     """Copy block pairs[i, 0] of source [num_blocks, bytes] to block pairs[i, 1] of target.
 

@@ -167,12 +167,12 @@ def sample_rows(
             token_ids[seq] = sample_row(logits[i], own, seeds[seq], place)
 
 
-_SIGNATURE = (
+SIGNATURE = (
     "void(f4[:,::1],i4[::1],i4[::1],f4[::1],i4[::1],f4[::1],f4[::1],i4[:,::1],i4[::1],i4[::1],i4[::1])"
 )
 
 
-@njit(signatures=[_SIGNATURE])
+@njit
 def sample_cpu(
     logits: Any,  # float32[n, vocab_size]
     logit_seq: Any,  # int32[n], the sequence of each row

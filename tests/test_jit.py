@@ -167,3 +167,39 @@ def test_specialized_function_takes_contiguous_arrays_for_strided_ones_and_nothi
     if not numba.config.DISABLE_JIT:  # type: ignore[attr-defined]
         with pytest.raises(TypeError, match="No matching definition"):
             first(np.ones(3, np.float64))
+
+
+def test_function_that_others_call_is_compiled_for_python_when_python_calls_it() -> None:
+    @njit
+    def double(x: int) -> int:
+        return 2 * x
+
+    @njit
+    def add(x: int) -> int:
+        return double(x) + 1
+
+    assert add(3) == 7
+    if not numba.config.DISABLE_JIT:  # type: ignore[attr-defined]
+        assert double.signatures == []  # type: ignore[attr-defined]
+    assert double(3) == 6
+
+
+def test_what_functions_call_may_make_arrays_and_raise() -> None:
+    import numpy as np
+
+    @njit
+    def squares(n: int) -> object:
+        found = np.empty(n)
+        for i in range(n):
+            found[i] = i * i
+        if n > 3:
+            raise ValueError("too many")
+        return found
+
+    @njit
+    def total(n: int) -> float:
+        return squares(n).sum()  # type: ignore[attr-defined, no-any-return]
+
+    assert total(3) == 5
+    with pytest.raises(ValueError, match="too many"):
+        total(4)

@@ -15,11 +15,12 @@ from numpy.typing import NDArray
 
 from cupaged.backend.arena import Arena, HostMemory, no_memory
 from cupaged.backend.base import Array, KVCacheView, Limits, LogprobArrays, MemoryUse, Part
+from cupaged.backend.cpu_kernels import matrix_kernels, step_kernels
 from cupaged.backend.host_memory import available_memory
 from cupaged.backend.replay import Replay
 from cupaged.batch import Batch
+from cupaged.compile_ahead import compile_all
 from cupaged.config import QuantizationName
-from cupaged.jit import specialize
 from cupaged.kernels import (
     adjust_logits,
     gated_mul,
@@ -63,12 +64,7 @@ class CpuBackend:
         # Of what goes into a linear layer: what rms_norm, paged_attention, silu_mul and gather_rows return.
         self._input_dtype = self._weight_dtype if HAS_BF16 else np.dtype(np.float32)
         kv, inputs = _CODES[self.kv_dtype], _CODES[self._input_dtype]
-        specialize(paged_attention.paged_attention_cpu, paged_attention.SIGNATURE.format(kv, inputs))
-        specialize(rope_kv_write.rope_kv_write_cpu, rope_kv_write.SIGNATURE.format(kv))
-        specialize(rms_norm.rms_norm_cpu, rms_norm.SIGNATURE.format(inputs))
-        specialize(rms_norm.add_rms_norm_cpu, rms_norm.ADD_SIGNATURE.format(inputs))
-        specialize(gated_mul.silu_mul_cpu, gated_mul.SIGNATURE.format(inputs))
-        specialize(rows.gather_rows_cpu, rows.SIGNATURE.format(inputs, inputs))
+        self._kernels = dict.fromkeys(step_kernels(inputs, kv))  # to compile; those of matrices follow
         self._arena = Arena(HostMemory())
         self._runner = ParallelRunner(num_threads)
         self._replay = Replay(self._runner, self._arena)
@@ -100,6 +96,7 @@ class CpuBackend:
 
         All matrices in one piece, or the many that are small would not get huge pages.
         """
+        compile_all("Compiling kernels", list(self._kernels))
         self._arena.create(use.activations - HostMemory.alignment)
         self._weights, self._weight_bytes = HostMemory().allocate(self._weight_bytes), 0
 
@@ -169,11 +166,20 @@ class CpuBackend:
         dtype = np.dtype(ml_dtypes.bfloat16) if exact else self._weight_dtype
         shapes = linear.packed_shapes(out_features, in_features, dtype)
         panels, padded = self._keep(shapes[0], dtype), self._keep(shapes[1], np.float32)
+        self._need_kernels(weights, dtype)
         if not self._arena.measuring:
-            specialize(linear.linear_cpu, linear.SIGNATURE.format(_CODES[self._input_dtype], _CODES[dtype]))
-            specialize(linear.embedding_cpu, linear.EMBEDDING_SIGNATURE.format(_CODES[dtype]))
             self._runner.run([(linear.pack_linear, (weights, bias, _bits(panels), padded))])
         return PackedLinear(panels, padded, out_features, in_features)
+
+    def _need_kernels(self, weights: Sequence[NDArray[Any]], dtype: np.dtype[Any]) -> None:
+        """Have the kernels compiled that such weights need, as allocate does; now if they come unmeasured."""
+        stored = {"u2" if weight.dtype == ml_dtypes.bfloat16 else "f4" for weight in weights}
+        inputs, packed = _CODES[self._input_dtype], _CODES[dtype]
+        needed = [kernel for each in sorted(stored) for kernel in matrix_kernels(inputs, packed, each)]
+        new = [kernel for kernel in needed if kernel not in self._kernels]
+        self._kernels.update(dict.fromkeys(new))
+        if new and not self._arena.measuring:
+            compile_all("Compiling kernels", new)
 
     def _keep(self, shape: tuple[int, ...], dtype: Any) -> Array:
         """Return an array for a part of a matrix, out of the memory for all of them if they were measured."""
