@@ -42,7 +42,14 @@ FLOORS = {
     "5b llm": Floor(("cupaged.llm",), (*GROUND, "cupaged.engine"), ("tqdm",)),
     "5 engine": Floor(
         ("cupaged.engine",),
-        (*GROUND, "cupaged.hub", "cupaged.scheduler", "cupaged.worker", "cupaged.trace"),
+        (
+            *GROUND,
+            "cupaged.compile_ahead",
+            "cupaged.hub",
+            "cupaged.scheduler",
+            "cupaged.worker",
+            "cupaged.trace",
+        ),
         ("numpy", "tokenizers", "jinja2"),
     ),
     "3 trace": Floor(("cupaged.trace",), (*GROUND, "cupaged.jit", "cupaged.scheduler"), ("numpy",)),

@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from cupaged.batch import Batch, StepOutput, TokenLogprobs
+from cupaged.compile_ahead import Compilation, Task, count_functions
 from cupaged.config import EngineConfig
 from cupaged.engine.beam_search import BeamRequest
 from cupaged.engine.generation_config import GenerationConfig, read_generation_config
@@ -71,7 +72,10 @@ class LLMEngine:
         if config.generation_config == "auto":
             generation = read_generation_config(model_dir)
         self._trace = None if config.trace is None else TraceFile(config.trace, with_text=config.trace_text)
-        self.executor = create_executor(config, model_dir)
+        planning = Task(warm_up, num_functions=count_functions("cupaged.scheduler"))
+        with Compilation([planning], num_processes=1) as compilation:  # while the model is loaded
+            self.executor = create_executor(config, model_dir)
+            compilation.wait("Compiling the scheduler")
         self.model_config = self.executor.model_config
         self.max_model_len = self.executor.plan.max_model_len
         self.num_kv_blocks = self.executor.plan.num_blocks
@@ -91,7 +95,6 @@ class LLMEngine:
             seed=config.seed,
         )
         self.counters = create_counters()  # int64[NUM_COUNTERS], by Counter; they outlive a scheduler
-        warm_up()
         self.scheduler = self._create_scheduler()
         self.num_steps = 0
         self.peak_kv_blocks = 0
