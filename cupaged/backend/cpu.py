@@ -15,8 +15,9 @@ from numpy.typing import NDArray
 
 from cupaged.backend.arena import Arena, HostMemory, no_memory
 from cupaged.backend.base import Array, KVCacheView, Limits, LogprobArrays, MemoryUse, Part
-from cupaged.backend.cpu_kernels import matrix_kernels, step_kernels
+from cupaged.backend.cpu_kernels import step_kernels
 from cupaged.backend.host_memory import available_memory
+from cupaged.backend.matrices import CODES, Kernel, Matrix, choose_form
 from cupaged.backend.replay import Replay
 from cupaged.batch import Batch
 from cupaged.compile_ahead import compile_all
@@ -24,7 +25,6 @@ from cupaged.config import QuantizationName
 from cupaged.kernels import (
     adjust_logits,
     gated_mul,
-    linear,
     logprobs,
     paged_attention,
     rms_norm,
@@ -33,12 +33,10 @@ from cupaged.kernels import (
     sample,
 )
 from cupaged.kernels.intrinsics import HAS_BF16
-from cupaged.kernels.linear import PackedLinear
 from cupaged.threads import ParallelRunner
 
 _KV_DTYPES = {"float32": np.float32, "float16": np.float32, "bfloat16": ml_dtypes.bfloat16}
 MOST_KV_CACHE = 4 << 30  # bytes that the KV cache takes unasked: others live on a host too
-_CODES = {np.dtype(np.float32): "f4", np.dtype(ml_dtypes.bfloat16): "u2"}  # in the kernels' signatures
 _NONE = np.empty(0, np.float32)
 _NO_IDS = np.empty(0, np.int32)
 _NO_COUNTS = np.empty((0, 0), np.int32)
@@ -56,14 +54,13 @@ class CpuBackend:
     ) -> None:
         if dtype not in _KV_DTYPES:
             raise ValueError(f"dtype={dtype!r} is not supported on the CPU; use one of {sorted(_KV_DTYPES)}")
-        if quantization is not None:
-            raise ValueError(f"quantization={quantization!r} is not supported yet; leave it out")
         self.dtype = np.dtype(np.float32)
         self.kv_dtype = np.dtype(_KV_DTYPES[dtype])
         self._weight_dtype = self.kv_dtype
+        self._quantization = quantization
         # Of what goes into a linear layer: what rms_norm, paged_attention, silu_mul and gather_rows return.
         self._input_dtype = self._weight_dtype if HAS_BF16 else np.dtype(np.float32)
-        kv, inputs = _CODES[self.kv_dtype], _CODES[self._input_dtype]
+        kv, inputs = CODES[self.kv_dtype], CODES[self._input_dtype]
         self._kernels = dict.fromkeys(step_kernels(inputs, kv))  # to compile; those of matrices follow
         self._arena = Arena(HostMemory())
         self._runner = ParallelRunner(num_threads)
@@ -156,27 +153,20 @@ class CpuBackend:
         """Free the results since the last begin_layer."""
         self._arena.rewind_layer()
 
-    def prepare_linear(
-        self, parts: Sequence[Part], bias: Sequence[NDArray[Any]] | None = None
-    ) -> PackedLinear:
+    def prepare_linear(self, parts: Sequence[Part], bias: Sequence[NDArray[Any]] | None = None) -> Matrix:
         """Pack the parts' weights, stacked along the output."""
         weights = [part["weight"] for part in parts]
-        out_features, in_features = sum(map(len, weights)), weights[0].shape[1]
-        exact = all(weight.dtype == ml_dtypes.bfloat16 for weight in weights)
-        dtype = np.dtype(ml_dtypes.bfloat16) if exact else self._weight_dtype
-        shapes = linear.packed_shapes(out_features, in_features, dtype)
-        panels, padded = self._keep(shapes[0], dtype), self._keep(shapes[1], np.float32)
-        self._need_kernels(weights, dtype)
+        shape = sum(map(len, weights)), weights[0].shape[1]
+        form = choose_form(weights, self._weight_dtype, self._input_dtype, self._quantization)
+        packed = form.name([self._keep(*array) for array in form.arrays(*shape)], *shape)
+        self._need_kernels(form.kernels(weights))
         if not self._arena.measuring:
-            self._runner.run([(linear.pack_linear, (weights, bias, _bits(panels), padded))])
-        return PackedLinear(panels, padded, out_features, in_features)
+            self._runner.run([(form.pack, (weights, bias, packed))])
+        return Matrix(form, packed, *shape)
 
-    def _need_kernels(self, weights: Sequence[NDArray[Any]], dtype: np.dtype[Any]) -> None:
-        """Have the kernels compiled that such weights need, as allocate does; now if they come unmeasured."""
-        stored = {"u2" if weight.dtype == ml_dtypes.bfloat16 else "f4" for weight in weights}
-        inputs, packed = _CODES[self._input_dtype], _CODES[dtype]
-        needed = [kernel for each in sorted(stored) for kernel in matrix_kernels(inputs, packed, each)]
-        new = [kernel for kernel in needed if kernel not in self._kernels]
+    def _need_kernels(self, kernels: Sequence[Kernel]) -> None:
+        """Have the kernels compiled, as allocate does; now if they come unmeasured."""
+        new = [kernel for kernel in kernels if kernel not in self._kernels]
         self._kernels.update(dict.fromkeys(new))
         if new and not self._arena.measuring:
             compile_all("Compiling kernels", new)
@@ -195,20 +185,20 @@ class CpuBackend:
         """Return a float32 copy."""
         return self.from_host(np.array(weight, np.float32))
 
-    def linear(self, x: Array, weight: PackedLinear) -> Array:
+    def linear(self, x: Array, weight: Matrix) -> Array:
         """Return x @ weight.T + bias."""
         out = self._arena.take((x.shape[0], weight.out_features), np.float32)
-        self._run(linear.linear_cpu, x, weight.panels, weight.bias, out)
+        self._run(*weight.form.multiply(x, weight.packed, out, self._arena.take))
         return out
 
-    def logits(self, x: Array, weight: PackedLinear) -> Array:
+    def logits(self, x: Array, weight: Matrix) -> Array:
         """Return linear(x, weight)."""
         return self.linear(x, weight)
 
-    def embedding(self, ids: Array, weight: PackedLinear) -> Array:
+    def embedding(self, ids: Array, weight: Matrix) -> Array:
         """Return the rows `ids` of the weight."""
         out = self._arena.take((ids.shape[0], weight.in_features), np.float32)
-        self._run(linear.embedding_cpu, ids, weight.panels, out)
+        self._run(*weight.form.embed(ids, weight.packed, out))
         return out
 
     def rms_norm(self, x: Array, weight: Array, eps: float, residual: Array | None = None) -> Array:
@@ -249,7 +239,8 @@ class CpuBackend:
     ) -> Array:
         """Return each query's attention over the cached keys up to its own."""
         out = self._arena.take(q.shape, self._input_dtype)
-        sequences = (batch.block_tables, batch.query_start, batch.seq_lens)
+        tables = batch.arrays.block_tables[: batch.num_seqs]  # as wide as the bucket's, for the replay
+        sequences = (tables, batch.query_start, batch.seq_lens)
         mask = (scale, sliding_window, softcap, _NONE if sinks is None else sinks)
         args = (q, kv.pool, kv.layer, *sequences, *mask, out)
         self._run(paged_attention.paged_attention_cpu, *args)

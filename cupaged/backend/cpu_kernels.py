@@ -1,11 +1,9 @@
 """Which kernels the CPU backend runs, for which types: what is compiled before there is a request."""
 
-from collections.abc import Callable
-
+from cupaged.backend.matrices import Kernel
 from cupaged.kernels import (
     adjust_logits,
     gated_mul,
-    linear,
     logprobs,
     paged_attention,
     rms_norm,
@@ -13,10 +11,6 @@ from cupaged.kernels import (
     rows,
     sample,
 )
-
-Kernel = tuple[
-    Callable[..., None], str
-]  # a function and a signature; types are f4, or u2 for bfloat16's bits
 
 
 def step_kernels(inputs: str, kv: str) -> list[Kernel]:
@@ -34,13 +28,4 @@ def step_kernels(inputs: str, kv: str) -> list[Kernel]:
         (rows.load_last_tokens_cpu, rows.LOAD_SIGNATURE),
         (rows.store_last_tokens_cpu, rows.STORE_SIGNATURE),
         (rows.copy_blocks_cpu, rows.COPY_SIGNATURE),
-    ]
-
-
-def matrix_kernels(inputs: str, weights: str, stored: str) -> list[Kernel]:
-    """Return what packs matrices that are stored in one type, and what multiplies by them as packed."""
-    return [
-        (linear.linear_cpu, linear.SIGNATURE.format(inputs, weights)),
-        (linear.embedding_cpu, linear.EMBEDDING_SIGNATURE.format(weights)),
-        (linear.pack_rows, linear.PACK_SIGNATURE.format(stored, weights)),
     ]

@@ -69,4 +69,4 @@ def _shape(batch: Batch) -> tuple[int, ...]:
 
     The buffer is told by its id: as long as a record keeps its arrays, no other can have that.
     """
-    return (id(batch.buffer), *batch.bucket, batch.num_seqs, batch.block_tables.shape[1])
+    return (id(batch.buffer), *batch.bucket, batch.num_seqs)

@@ -52,7 +52,7 @@ def test_gathered_rows_are_rounded_to_bfloat16(kinds: tuple[Any, Any]) -> None:
 
 def test_more_rows_than_one_thread_moves_are_gathered() -> None:
     x = np.random.default_rng(0).standard_normal((4 * GRAIN // 577, 577), np.float32)
-    index = np.arange(len(x) - 1, -1, -1, np.int32)
+    index = np.arange(len(x), dtype=np.int32)[::-1].copy()
     out = np.empty_like(x)
 
     gather_rows_cpu(x, index, out)

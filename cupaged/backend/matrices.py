@@ -1,0 +1,158 @@
+"""The forms in which the CPU backend keeps a matrix: how it is packed, and which kernels multiply by it.
+
+A form is chosen once for each matrix, by its types and the CPU, never by the size of a batch.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, Protocol
+
+import ml_dtypes
+import numpy as np
+from numpy.typing import NDArray
+
+from cupaged.config import QuantizationName
+from cupaged.kernels import amx, linear, linear_amx, linear_int8
+from cupaged.kernels.linear import PackedLinear
+from cupaged.kernels.linear_int8 import QuantizedLinear
+
+Array = Any
+Take = Callable[[tuple[int, ...], Any], Array]  # room that is free again after a step
+Kernel = tuple[Callable[..., None], str]  # a function and a signature it is wanted for
+Launch = tuple[Any, ...]  # a kernel, then its arguments
+TILE_INPUTS = 32  # bfloat16 in a row of an AMX tile; a matrix of other inputs goes without
+CODES = {np.dtype(np.float32): "f4", np.dtype(ml_dtypes.bfloat16): "u2"}  # in the kernels' signatures
+
+
+class Form(Protocol):
+    """A way to keep matrices."""
+
+    def arrays(self, out_features: int, in_features: int) -> Sequence[tuple[tuple[int, ...], Any]]:
+        """Return the shapes and types of the arrays that a matrix takes."""
+
+    def kernels(self, weights: Sequence[NDArray[Any]]) -> list[Kernel]:
+        """Return what packs such weights, and what multiplies by them as packed."""
+
+    def pack(self, weights: Sequence[NDArray[Any]], bias: Any, packed: Any) -> None:
+        """Pack the weights, stacked along the output, into the arrays of `packed`."""
+
+    def name(self, arrays: Sequence[Array], out_features: int, in_features: int) -> Any:
+        """Return the arrays under their names."""
+
+    def multiply(self, x: Array, packed: Any, out: Array, take: Take) -> Launch:
+        """Return the call that sets out to x @ weight.T + bias."""
+
+    def embed(self, ids: Array, packed: Any, out: Array) -> Launch:
+        """Return the call that sets out to the rows `ids`."""
+
+
+class Matrix(NamedTuple):
+    """A matrix [out_features, in_features] in its form."""
+
+    form: Form
+    packed: PackedLinear | QuantizedLinear
+    out_features: int
+    in_features: int
+
+
+def choose_form(
+    weights: Sequence[NDArray[Any]], weight: Any, inputs: Any, quantization: QuantizationName | None
+) -> Form:
+    """Return the form for a matrix; `weight` and `inputs` are the types of what is multiplied.
+
+    In float32 the weights of a bfloat16 checkpoint stay bfloat16, which loses nothing.
+    """
+    half = np.dtype(ml_dtypes.bfloat16)
+    tiles = amx.HAS_AMX and inputs == half and weights[0].shape[1] % TILE_INPUTS == 0
+    if quantization == "int8_w8a8":
+        return Bytes(CODES[inputs], 4, tiles=False)
+    if quantization == "int8":
+        return Bytes(CODES[inputs], 2, tiles)
+    exact = all(part.dtype == half for part in weights)
+    return Floats(CODES[inputs], half if exact else weight, tiles)
+
+
+def _stored(weights: Sequence[NDArray[Any]]) -> list[str]:
+    """Return the types in which kernels read the weights, as signatures spell them."""
+    return sorted({"u2" if part.dtype == ml_dtypes.bfloat16 else "f4" for part in weights})
+
+
+class Floats(NamedTuple):
+    """Weights of float32 or bfloat16; `inputs` is the type of x, as signatures spell it."""
+
+    inputs: str
+    dtype: Any
+    tiles: bool  # of AMX
+
+    def arrays(self, out_features: int, in_features: int) -> Sequence[tuple[tuple[int, ...], Any]]:
+        panels, bias = linear.packed_shapes(out_features, in_features, self.dtype)
+        return [(panels, self.dtype), (bias, np.float32)]
+
+    def kernels(self, weights: Sequence[NDArray[Any]]) -> list[Kernel]:
+        code = CODES[self.dtype]
+        multiply = (
+            (linear_amx.linear_amx, linear_amx.SIGNATURE)
+            if self.tiles
+            else (linear.linear_cpu, linear.SIGNATURE.format(self.inputs, code))
+        )
+        pack = [(linear.pack_rows, linear.PACK_SIGNATURE.format(stored, code)) for stored in _stored(weights)]
+        return [multiply, (linear.embedding_cpu, linear.EMBEDDING_SIGNATURE.format(code)), *pack]
+
+    def pack(self, weights: Sequence[NDArray[Any]], bias: Any, packed: Any) -> None:
+        linear.pack_linear(weights, bias, packed.panels, packed.bias)
+
+    def name(self, arrays: Sequence[Array], out_features: int, in_features: int) -> PackedLinear:
+        panels, bias = arrays
+        is_half = panels.dtype == ml_dtypes.bfloat16
+        return PackedLinear(panels.view(np.uint16) if is_half else panels, bias, out_features, in_features)
+
+    def multiply(self, x: Array, packed: Any, out: Array, take: Take) -> Launch:  # noqa: ARG002
+        kernel = linear_amx.linear_amx if self.tiles else linear.linear_cpu
+        return kernel, x, packed.panels, packed.bias, out
+
+    def embed(self, ids: Array, packed: Any, out: Array) -> Launch:
+        return linear.embedding_cpu, ids, packed.panels, out
+
+
+class Bytes(NamedTuple):
+    """Weights of 8 bits with a scale for each output; x as it is, or of 8 bits with a scale for each row."""
+
+    inputs: str
+    group: int  # inputs whose weights lie together: 2, or 4 if x has 8 bits
+    tiles: bool  # of AMX
+
+    def arrays(self, out_features: int, in_features: int) -> Sequence[tuple[tuple[int, ...], Any]]:
+        return linear_int8.quantized_shapes(out_features, in_features, self.group)
+
+    def kernels(self, weights: Sequence[NDArray[Any]]) -> list[Kernel]:
+        multiply: Kernel = (linear_int8.linear_w8a8_cpu, linear_int8.SIGNATURE_W8A8.format(self.inputs))
+        if self.tiles:
+            multiply = (linear_amx.linear_w8a16_amx, linear_amx.SIGNATURE_W8A16)
+        elif self.group == 2:
+            multiply = (linear_int8.linear_w8a16_cpu, linear_int8.SIGNATURE_W8A16.format(self.inputs))
+        words = f"u{self.group}"
+        return [
+            multiply,
+            (linear_int8.embedding_int8_cpu, linear_int8.EMBEDDING_SIGNATURE),
+            *(
+                (linear_int8.quantize_outputs, linear_int8.QUANTIZE_SIGNATURE.format(stored, words))
+                for stored in _stored(weights)
+            ),
+        ]
+
+    def pack(self, weights: Sequence[NDArray[Any]], bias: Any, packed: Any) -> None:
+        linear_int8.pack_quantized(weights, bias, packed)
+
+    def name(self, arrays: Sequence[Array], out_features: int, in_features: int) -> QuantizedLinear:
+        return QuantizedLinear._make((*arrays, out_features, in_features))
+
+    def multiply(self, x: Array, packed: Any, out: Array, take: Take) -> Launch:
+        if self.group == 2:
+            kernel = linear_amx.linear_w8a16_amx if self.tiles else linear_int8.linear_w8a16_cpu
+            return kernel, x, packed.panels, packed.scales, packed.bias, out
+        num_rows, groups = x.shape[0], packed.panels.shape[1]
+        room = take((num_rows, self.group * groups), np.uint8), take((num_rows,), np.float32)
+        weights = (packed.panels, packed.scales, packed.begin, packed.bias)
+        return linear_int8.linear_w8a8_cpu, x, *room, *weights, out
+
+    def embed(self, ids: Array, packed: Any, out: Array) -> Launch:
+        return linear_int8.embedding_int8_cpu, ids, packed.panels, packed.scales, out
