@@ -12,6 +12,7 @@ import pytest
 
 from cupaged import jit
 from cupaged.jit import cache_dir, njit, source_files, specialize
+from tests.test_floors import imports
 
 CALLER = """
 from cupaged.jit import njit
@@ -137,6 +138,12 @@ def test_sources_of_a_module_are_all_it_imports_at_any_depth() -> None:
 
     assert {"sample.py", "bits.py", "philox.py", "exact.py", "jit.py", "threads.py", "paths.py"} <= set(names)
     assert "linear.py" not in names
+
+
+def test_every_import_of_ours_is_seen() -> None:
+    for path in jit.ROOT.rglob("*.py"):
+        for _, name in imports(path.read_text(encoding="utf-8")):
+            assert {name, name.rpartition(".")[0]} & set(jit._imported_names(path)), f"{path}: {name}"
 
 
 def test_relative_import_would_escape_the_key_so_there_is_none() -> None:
