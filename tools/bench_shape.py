@@ -1,8 +1,8 @@
 """A model's shape on this CPU before its weights are here: tokens/s and memory, beside what to expect.
 
-    python -m tools.bench_shape llama-3.2-1b --batch 1,16
-    python -m tools.bench_shape llama-3.2-1b --quantization int8
-    python -m tools.bench_shape MODEL                               or a checkpoint
+    python -m tools.bench_shape llama-3.2-1b                       decodes of 1 and of 16 sequences
+    python -m tools.bench_shape llama-3.2-1b --quantization int8 --batch 1
+    python -m tools.bench_shape MODEL                              or a checkpoint
 
 The weights of a shape are random (load_format="dummy"), which takes as long and as much memory as real ones.
 To be expected are the tokens/s of a step that does nothing but read weights, keys and values at the memory's
@@ -103,7 +103,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    add_arguments(parser)
+    add_arguments(parser, batch="1,16")
     args = parser.parse_args()
     before = peak_memory()
     with model_of(args.model) as (directory, options):

@@ -39,10 +39,10 @@ TIED = {"llama-3.2-1b"}
 MOST_READ = 1 << 30  # bytes; more would not be read faster or slower
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
+def add_arguments(parser: argparse.ArgumentParser, *, batch: str) -> None:
     """Add what says which engine and which steps."""
     parser.add_argument("model", help=f"directory of a checkpoint, or a shape: {', '.join(SHAPES)}")
-    parser.add_argument("--batch", default="1,64", help="sequences of a step of decodes, such as 1,16,64")
+    parser.add_argument("--batch", default=batch, help="sequences of a step of decodes, such as 1,16,64")
     parser.add_argument("--context", type=int, default=128, help="tokens of each sequence's prompt")
     parser.add_argument("--steps", type=int, default=32, help="that are timed; the median counts")
     parser.add_argument("--dtype", default="auto")

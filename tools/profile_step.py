@@ -174,7 +174,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    add_arguments(parser)
+    add_arguments(parser, batch="1,64")
     parser.add_argument("--prefill", type=int, default=0, metavar="TOKENS", help="profile a prompt, too")
     args = parser.parse_args()
     with model_of(args.model) as (directory, options):
