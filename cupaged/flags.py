@@ -43,9 +43,9 @@ def is_watched() -> bool:
 
 
 def say_loading(config: EngineConfig) -> None:
-    """Give a sign of life where a human watches: an empty cache of kernels takes a while to fill."""
+    """Give a sign of life where a human watches; bars follow where something takes long."""
     if is_watched():
-        print(f"Loading {config.model}; the first time also compiles, for a minute ...", file=sys.stderr)
+        print(f"Loading {config.model} ...", file=sys.stderr)
 
 
 def show_log() -> None:

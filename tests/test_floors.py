@@ -56,7 +56,7 @@ FLOORS = {
     "4 worker": Floor(
         ("cupaged.worker",),
         (*GROUND, "cupaged.models", "cupaged.backend.base", "cupaged.backend.comm"),
-        ("numpy", "safetensors", "ml_dtypes"),
+        ("numpy", "safetensors", "ml_dtypes", "tqdm"),
     ),
     # No NumPy: arrays come from the backend. numpy.typing names them; rope's tables are made on the host.
     "3 models": Floor(("cupaged.models",), (*GROUND, "cupaged.backend.base"), ("numpy.typing",)),

@@ -59,7 +59,9 @@ class CpuBackend:
         self._weight_dtype = self.kv_dtype
         self._quantization = quantization
         # Of what goes into a linear layer: what rms_norm, paged_attention, silu_mul and gather_rows return.
-        self._input_dtype = self._weight_dtype if HAS_BF16 else np.dtype(np.float32)
+        # What will have 8 bits there is not rounded to bfloat16 first.
+        is_float32 = not HAS_BF16 or quantization == "int8_w8a8"
+        self._input_dtype = np.dtype(np.float32) if is_float32 else self._weight_dtype
         kv, inputs = CODES[self.kv_dtype], CODES[self._input_dtype]
         self._kernels = dict.fromkeys(step_kernels(inputs, kv))  # to compile; those of matrices follow
         self._arena = Arena(HostMemory())
@@ -106,7 +108,7 @@ class CpuBackend:
         return self.create_pool(shape)
 
     def warm_up(self, step: Callable[[Batch], Any]) -> None:
-        """Do nothing: kernels were compiled when they were imported."""
+        """Do nothing: kernels are compiled by now, by allocate."""
 
     def copy_blocks(self, pool: Array, pairs: Array) -> None:
         """Copy whole blocks."""

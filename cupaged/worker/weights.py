@@ -7,6 +7,7 @@ of them, so the model is never in memory twice.
 import json
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
+from math import prod
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -15,6 +16,7 @@ import numpy as np
 from numpy.lib.stride_tricks import as_strided
 from numpy.typing import NDArray
 from safetensors import SafetensorError, safe_open
+from tqdm import tqdm
 
 from cupaged.models import Shard, Weight
 
@@ -23,6 +25,7 @@ DTYPES: dict[str, np.dtype[Any]] = {
     "F16": np.dtype(np.float16),
     "BF16": np.dtype(ml_dtypes.bfloat16),
 }
+BAR_DELAY = 0.5  # seconds of loading that are worth a bar
 MAX_NAMED = 20  # tensors that an error names
 ROW_STEP = 7  # numbers from row to row of a dummy matrix
 MAX_FIRST = 1 << 16  # numbers before a dummy tensor's first
@@ -63,6 +66,20 @@ class Checkpoint(Mapping[str, NDArray[Any]]):
         mine = slice(self._rank * share, (self._rank + 1) * share)
         return whole[mine] if axis == 0 else whole[:, mine]
 
+    def __contains__(self, attribute: object) -> bool:
+        """Return whether the table has it, without a look at the file."""
+        return attribute in self._weights
+
+    @property
+    def num_bytes(self) -> int:
+        """Return the bytes of all, counting once what several attributes name."""
+        sizes = {}
+        for weight in self._weights.values():
+            tensor = self._tensors[weight.name]
+            parts = 1 if weight.shard is Shard.REPLICATED else self._size
+            sizes[weight.name] = prod(tensor.shape) * DTYPES[tensor.dtype].itemsize // parts
+        return sum(sizes.values())
+
     def __iter__(self) -> Iterator[str]:
         return iter(self._weights)
 
@@ -96,6 +113,52 @@ class DummyWeights(Mapping[str, NDArray[Any]]):
         itemsize = self._noise.itemsize
         strides = (ROW_STEP * itemsize, itemsize)[-len(shape) :]
         return as_strided(self._noise[first:], shape, strides, writeable=False)
+
+    def __contains__(self, attribute: object) -> bool:
+        """Return whether the table has it."""
+        return attribute in self._weights
+
+    @property
+    def num_bytes(self) -> int:
+        """Return the bytes that the tensors of a checkpoint would have, each counted once."""
+        sizes = {weight.name: self[weight.attribute].nbytes for weight in self._weights.values()}
+        return sum(sizes.values())
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._weights)
+
+    def __len__(self) -> int:
+        return len(self._weights)
+
+
+class WatchedWeights(Mapping[str, NDArray[Any]]):
+    """Weights, and a bar of the bytes asked for so far, where that takes a while; leaving closes it."""
+
+    def __init__(self, weights: "Checkpoint | DummyWeights") -> None:
+        self._weights = weights
+        self._bar = tqdm(
+            total=weights.num_bytes,
+            desc="Loading weights",
+            unit="B",
+            unit_scale=True,
+            delay=BAR_DELAY,
+            disable=None,  # where nobody watches
+            dynamic_ncols=True,
+        )
+
+    def __enter__(self) -> "WatchedWeights":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._bar.close()
+
+    def __getitem__(self, attribute: str) -> NDArray[Any]:
+        tensor = self._weights[attribute]
+        self._bar.update(tensor.nbytes)
+        return tensor
+
+    def __contains__(self, attribute: object) -> bool:
+        return attribute in self._weights
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._weights)

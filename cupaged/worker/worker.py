@@ -23,7 +23,7 @@ from cupaged.worker.kv_cache import KVCache
 from cupaged.worker.memory_plan import plan_memory
 from cupaged.worker.sampler import SampledStep, Sampler
 from cupaged.worker.swap_rates import find_swap_rates, prefill_batch
-from cupaged.worker.weights import Checkpoint, DummyWeights
+from cupaged.worker.weights import Checkpoint, DummyWeights, WatchedWeights
 
 logger = logging.getLogger("cupaged")
 
@@ -52,7 +52,8 @@ class Worker:
         logger.info("%s", plan)
         backend.allocate(plan.limits, plan.use)
         try:
-            self._build(weights, plan.limits, plan.num_blocks)
+            with WatchedWeights(weights) as watched:
+                self._build(watched, plan.limits, plan.num_blocks)
             backend.warm_up(self._run)
             self.swap_rates = find_swap_rates(
                 config,
@@ -93,7 +94,7 @@ class Worker:
         self._backend.load_last_tokens(batch, self._sampler.last_token)
         return self._model.forward(batch, self._kv_cache)
 
-    def _open_weights(self, config: EngineConfig, model_dir: Path) -> Weights:
+    def _open_weights(self, config: EngineConfig, model_dir: Path) -> Checkpoint | DummyWeights:
         table, ranks = self._family.weights(self.model_config), self._communicator
         if config.load_format == "dummy":
             return DummyWeights(table, self.model_config.dtype, size=ranks.size)

@@ -13,7 +13,8 @@ from numpy.typing import NDArray
 from safetensors.numpy import save_file
 
 from cupaged.models import Shard, Weight, load_model_class, load_model_config
-from cupaged.worker.weights import Checkpoint, DummyWeights
+from cupaged.worker import weights
+from cupaged.worker.weights import Checkpoint, DummyWeights, WatchedWeights
 from tools.make_tiny_model import CASES, LLAMA, make_weights, write_tiny_model
 
 TABLE = [
@@ -248,3 +249,47 @@ def test_no_two_rows_of_dummy_weights_are_equal_and_norms_are_one() -> None:
     assert len(np.unique(rows, axis=0)) == 6000
     assert 0.019 < rows.std() < 0.021
     assert (weights["norm.weight"] == 1).all()
+
+
+TIED = [*TABLE, Weight("a.weight", "head.weight", (4, 6), Shard.COLUMN)]
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_bytes_are_a_ranks_share_and_count_what_is_tied_once(tmp_path: Path, size: int) -> None:
+    tensors = make_tensors(np.float16)
+    checkpoint = Checkpoint(write(tmp_path, tensors), TIED, size=size)
+
+    assert checkpoint.num_bytes == sum(checkpoint[weight.attribute].nbytes for weight in TABLE)
+    assert DummyWeights(TIED, "float16", size=size).num_bytes == checkpoint.num_bytes
+
+
+def test_bar_is_full_when_all_weights_have_been_asked_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen = []
+
+    class Bar:
+        def __init__(self, total: int, **options: Any) -> None:
+            self.total, self.disable, self.n, self.is_closed = total, options["disable"], 0, False
+            seen.append(self)
+
+        def update(self, n: int) -> None:
+            self.n += n
+
+        def close(self) -> None:
+            self.is_closed = True
+
+    monkeypatch.setattr(weights, "tqdm", Bar)
+    checkpoint = Checkpoint(write(tmp_path, make_tensors()), TIED)
+
+    with WatchedWeights(checkpoint) as watched:
+        for weight in TABLE:
+            np.testing.assert_array_equal(watched[weight.attribute], checkpoint[weight.attribute])
+            assert "none" not in watched
+
+    (bar,) = seen
+    assert bar.n == bar.total > 0
+    assert bar.disable is None  # as the terminal says
+    assert bar.is_closed
+    assert list(watched) == list(checkpoint)
+    assert len(watched) == len(checkpoint)
