@@ -1,0 +1,106 @@
+"""The forms of weight matrices: what they take, and that one handle multiplies and looks up alike."""
+
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from cupaged.backend.base import Limits, MemoryUse
+from cupaged.backend.cpu import CpuBackend
+from cupaged.kernels.intrinsics import HAS_BF16
+
+LIMITS = Limits(num_tokens=64, num_seqs=4, seq_len=64, block_size=16, num_slots=64)
+HIDDEN, VOCAB = 40, 97
+BLOCKS = 7  # of 16 outputs, that the vocabulary takes
+FORMS = [None, "int8", "int8_w8a8"]
+
+
+def random(*shape: int, kind: Any = np.float32) -> NDArray[Any]:
+    return np.random.default_rng(len(shape)).standard_normal(shape, np.float32).astype(kind)
+
+
+def create(dtype: str = "float32", quantization: Any = None) -> CpuBackend:
+    backend = CpuBackend(dtype, num_threads=1, quantization=quantization)
+    backend.allocate(LIMITS, MemoryUse(weights=0, workspace=0, activations=1 << 20, reserve=0))
+    return backend
+
+
+@pytest.mark.parametrize(
+    ("quantization", "dtype", "stored", "num_bytes"),
+    [
+        (None, "float32", np.float32, BLOCKS * 16 * (4 * HIDDEN + 4)),
+        (None, "float32", ml_dtypes.bfloat16, BLOCKS * 16 * (2 * HIDDEN + 4)),
+        (None, "bfloat16", np.float32, BLOCKS * 16 * (2 * HIDDEN + 4)),
+        ("int8", "bfloat16", np.float16, BLOCKS * 16 * (HIDDEN + 8)),
+        ("int8", "float32", ml_dtypes.bfloat16, BLOCKS * 16 * (HIDDEN + 8)),
+        ("int8_w8a8", "bfloat16", np.float32, BLOCKS * 16 * (HIDDEN + 12)),
+    ],
+)
+def test_matrix_takes_its_numbers_and_what_belongs_to_each_output(
+    quantization: Any, dtype: str, stored: Any, num_bytes: int
+) -> None:
+    backend = CpuBackend(dtype, num_threads=1, quantization=quantization)
+    weight = random(VOCAB, HIDDEN, kind=stored)
+
+    use = backend.measure(LIMITS, lambda: backend.prepare_linear([{"weight": weight}]))
+
+    arrays = 4  # at most, that begin on a cache line each; so does the memory that they are cut from
+    assert num_bytes <= use.weights < num_bytes + (arrays + 1) * 64
+
+
+@pytest.mark.parametrize("quantization", FORMS)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_what_embedding_returns_is_what_linear_multiplies_by(dtype: str, quantization: Any) -> None:
+    backend = create(dtype, quantization)
+    handle = backend.prepare_linear([{"weight": random(VOCAB, HIDDEN, kind=ml_dtypes.bfloat16)}])
+    units = np.eye(HIDDEN, dtype=np.float32)
+    x = (
+        units
+        if backend.rms_norm(units, np.ones(HIDDEN, np.float32), 0.0).dtype == np.float32
+        else units.astype(ml_dtypes.bfloat16)
+    )
+
+    rows = backend.embedding(np.arange(VOCAB, dtype=np.int32), handle)
+
+    np.testing.assert_allclose(backend.linear(x, handle).T, rows, rtol=1e-6)
+
+
+@pytest.mark.parametrize("quantization", FORMS)
+def test_logits_are_near_those_of_the_weights_as_they_were(quantization: Any) -> None:
+    backend, weight, x = create(quantization=quantization), random(VOCAB, HIDDEN), random(9, HIDDEN)
+    exact = x @ weight.T
+
+    logits = backend.logits(x, backend.prepare_linear([{"weight": weight}]))
+
+    error = np.sqrt(np.mean((logits - exact) ** 2) / np.mean(exact**2))
+    assert error < (1e-6 if quantization is None else 0.02)
+    assert (quantization is None) == (error < 1e-4)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "quantization", "is_half"),
+    [
+        ("bfloat16", None, True),
+        ("bfloat16", "int8", True),
+        ("bfloat16", "int8_w8a8", False),
+        ("float16", "int8", False),
+        ("float32", "int8", False),
+    ],
+)
+def test_inputs_are_rounded_to_bfloat16_only_where_they_are_multiplied_so(
+    dtype: str, quantization: Any, is_half: bool
+) -> None:
+    normed = create(dtype, quantization).rms_norm(random(2, 8), np.ones(8, np.float32), 0.0)
+
+    assert (normed.dtype == ml_dtypes.bfloat16) == (is_half and HAS_BF16)
+
+
+@pytest.mark.parametrize("quantization", FORMS[1:])
+def test_weights_that_have_no_form_of_8_bits_are_refused(quantization: Any) -> None:
+    weight = random(VOCAB, HIDDEN)
+    weight[3, 3] = np.inf
+
+    with pytest.raises(ValueError, match="leave quantization out"):
+        create(quantization=quantization).prepare_linear([{"weight": weight}])
