@@ -72,3 +72,16 @@ def test_weights_take_less_memory_than_bfloat16(quantization: str, model: Path) 
 
     half, byte = (plan.use.weights for plan in plans)
     assert byte < 0.75 * half  # scales and norms count for more in a tiny model
+
+
+@pytest.mark.parametrize(("quantization", "by_output"), [("int8", 8), ("int8_w8a8", 12)])
+def test_tied_embedding_is_in_memory_once(quantization: str, by_output: int, tmp_path: Path) -> None:
+    config, use = CASES["llama_tied"], {}
+    for is_tied in (True, False):
+        directory = tmp_path / str(is_tied)
+        directory.mkdir()
+        write_tiny_model(directory, config | {"tie_word_embeddings": is_tied})
+        write_tiny_tokenizer(directory)
+        use[is_tied] = load(directory, quantization).engine.executor.plan.use.weights
+
+    assert use[False] - use[True] == config["vocab_size"] * (config["hidden_size"] + by_output)
