@@ -9,6 +9,8 @@ from numpy.typing import NDArray
 
 from cupaged.backend.base import Limits, MemoryUse
 from cupaged.backend.cpu import CpuBackend
+from cupaged.backend.matrices import choose_form
+from cupaged.kernels import amx
 from cupaged.kernels.intrinsics import HAS_BF16
 
 LIMITS = Limits(num_tokens=64, num_seqs=4, seq_len=64, block_size=16, num_slots=64)
@@ -104,3 +106,26 @@ def test_weights_that_have_no_form_of_8_bits_are_refused(quantization: Any) -> N
 
     with pytest.raises(ValueError, match="leave quantization out"):
         create(quantization=quantization).prepare_linear([{"weight": weight}])
+
+
+@pytest.mark.parametrize(
+    ("quantization", "inputs", "in_features", "tiles"),
+    [
+        (None, ml_dtypes.bfloat16, 64, True),
+        ("int8", ml_dtypes.bfloat16, 64, True),
+        ("int8_w8a8", ml_dtypes.bfloat16, 64, False),
+        (None, ml_dtypes.bfloat16, 48, False),  # no whole rows of a tile
+        (None, np.float32, 64, False),
+    ],
+)
+def test_tiles_of_amx_are_used_where_they_fit(
+    quantization: Any, inputs: Any, in_features: int, tiles: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(amx, "HAS_AMX", True)
+    weights = [random(16, in_features, kind=ml_dtypes.bfloat16)]
+
+    form: Any = choose_form(weights, np.dtype(inputs), np.dtype(inputs), quantization)
+
+    kernels = [kernel.__name__ for kernel, _ in form.kernels(weights)]
+    assert form.tiles == tiles
+    assert any(name.endswith("_amx") for name in kernels) == tiles
