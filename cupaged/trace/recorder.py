@@ -155,6 +155,7 @@ class TraceRecorder(Scheduler):
 
     def _compile(self) -> None:
         """Compile what records, so that no request waits for it."""
+        encode_ints([0])
         nothing = padding_batch(1, 0, num_decodes=0, num_logits=0, table_width=1)
         PlanEncoder(create_plan_state(self.config)).encode(nothing)
         chains = self._create_chains(1)
