@@ -187,5 +187,12 @@ def set_compiled(function: Callable[..., Any], signature: str = "") -> None:
 
 def _mark(function: Callable[..., Any], signature: str) -> Path:
     source: Any = inspect.unwrap(function)
-    name = hashlib.sha256(f"{source.__qualname__} {signature}".encode()).hexdigest()[:16]
-    return Path(cache_dir(source.__code__.co_filename)) / f"{name}.compiled"
+    module = source.__code__.co_filename
+    text = f"{source.__qualname__} {signature} {_times(module)}"
+    return Path(cache_dir(module)) / f"{hashlib.sha256(text.encode()).hexdigest()[:16]}.compiled"
+
+
+@functools.cache
+def _times(module: str) -> list[int]:
+    """Return when the sources of a module were changed: by those Numba's cache goes, too."""
+    return [file.stat().st_mtime_ns for file in source_files(Path(module), ROOT)]

@@ -69,6 +69,24 @@ def test_edit_elsewhere_compiles_nothing_again(package: Path) -> None:
     assert run(package, ASK) == "1 1"
 
 
+IS_COMPILED = """
+from cupaged.caller import ask
+from cupaged.jit import is_compiled, specialize
+print(is_compiled(ask, "i8()"))
+specialize(ask, "i8()")
+print(is_compiled(ask, "i8()"), is_compiled(ask, "f8()"))
+"""
+
+
+def test_what_was_compiled_is_known_as_long_as_the_cache_has_it(package: Path) -> None:
+    program = f"exec({IS_COMPILED!r})"
+
+    assert run(package, program).split() == ["False", "True", "False"]
+    assert run(package, program).split() == ["True", "True", "False"]
+    os.utime(package / "callee.py")  # installed once more, so Numba compiles once more
+    assert run(package, program).split() == ["False", "True", "False"]
+
+
 def test_cache_folder_of_the_host_is_kept(package: Path) -> None:
     code = "import numba; numba.config.CACHE_DIR = 'mine'; from cupaged.caller import ask; ask()"
 
