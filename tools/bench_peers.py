@@ -125,13 +125,16 @@ def answer(job: Job, order: dict[str, Any]) -> dict[str, Any]:
 
 
 def run_jobs(jobs: list[Job], order: dict[str, Any]) -> list[Row]:
-    """Run all jobs, one after the other."""
+    """Run all jobs, one after the other, and say on standard error how far they are."""
     rows = []
     for job in jobs:
         own = order | job.order
         words = (job.engine, job.how, own.get("quantization") or own["dtype"], "...")
-        print(*filter(None, words), file=sys.stderr)
-        rows.append(make_row(job.engine, job.how, own, answer(job, own)))
+        print(*filter(None, words), end=" ", file=sys.stderr, flush=True)
+        row = make_row(job.engine, job.how, own, answer(job, own))
+        rates = [f"{rate:.1f}" for rate in (row.offline, row.decode) if rate is not None]
+        print(*(rates or ["nothing measured"]), file=sys.stderr, flush=True)
+        rows.append(row)
     return rows
 
 
