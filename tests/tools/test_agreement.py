@@ -113,7 +113,7 @@ def test_token_that_differs_where_two_logits_are_near_is_excluded() -> None:
     agreement = agreement_with(token_ids=[0, 0, 2])
 
     assert (agreement.num_excluded, agreement.num_different) == (1, 0)
-    assert agreement.problems == ["33.3% of positions are too near to tell, over 2%"]
+    assert agreement.problems == ["33.3% of positions are too near to tell, over 3%"]
 
 
 def test_token_that_differs_elsewhere_is_told() -> None:

@@ -33,6 +33,7 @@ PACKAGES += [
     "markupsafe",
     "ml_dtypes",
     "tqdm",
+    "envwrap",  # of tqdm
     "torch",
     "transformers",
     "pytest",
