@@ -5,7 +5,7 @@ import subprocess
 import sys
 
 FILES = ["adjust_logits", "bits", "exact", "linear", "logprobs", "paged_attention", "philox", "rms_norm"]
-FILES += ["rope_kv_write", "rows", "simd", "linear_int8", "quantize"]
+FILES += ["rope_kv_write", "rows", "simd", "linear_int8", "quantize", "ranking", "gated_mul", "packed_row"]
 TOO_MUCH = (
     "equals_dense or same_bits or dense_attention or units or bfloat16 or uniform or 1000 or 576 or shape or "
     "wide or finite or overflow"
