@@ -5,6 +5,7 @@ Of an array that a kernel has only parts of, such as the KV cache, those parts c
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
+from functools import cache
 from math import prod
 from typing import Any, NamedTuple
 
@@ -46,8 +47,7 @@ def label_of(kernel: Callable[..., None], args: Sequence[Any]) -> str:
 def arrays_of(kernel: Callable[..., None], args: Sequence[Any]) -> dict[str, Array]:
     """Return the arrays among the arguments by their parameters; those of a tuple are `name.0` and so on."""
     found: dict[str, Array] = {}
-    parameters = inspect.signature(getattr(kernel, "py_func", kernel)).parameters
-    for name, value in zip(parameters, args, strict=True):
+    for name, value in zip(_parameters(kernel), args, strict=True):
         values = (
             {f"{name}.{i}": each for i, each in enumerate(value)}
             if isinstance(value, tuple)
@@ -55,6 +55,11 @@ def arrays_of(kernel: Callable[..., None], args: Sequence[Any]) -> dict[str, Arr
         )
         found |= {key: each for key, each in values.items() if isinstance(each, np.ndarray)}
     return found
+
+
+@cache
+def _parameters(kernel: Callable[..., None]) -> list[str]:
+    return list(inspect.signature(getattr(kernel, "py_func", kernel)).parameters)
 
 
 def _is_product(arrays: Mapping[str, Array]) -> bool:

@@ -36,6 +36,7 @@ from tools.cpu_steps import (
 )
 from tools.kernel_traffic import label_of, traffic
 
+ROUND = 4  # steps
 INSIDE = ("linear", "paged_attention")  # how the names begin of what a step should be all of
 
 
@@ -107,19 +108,23 @@ def sum_by_kind(calls: Sequence[Timed]) -> dict[str, Row]:
 
 
 def profile(step: Callable[[], Any], count: int) -> Profile:
-    """Profile so many steps, each after one without clocks between its kernels."""
+    """Profile so many steps, in rounds: some without clocks between their kernels, some with."""
     clock = seconds_of_clock()
-    seconds_of(step, 2)
     plain: list[float] = []
     between: list[float] = []
     by_kind: dict[str, list[Row]] = defaultdict(list)
-    for _ in range(count):
-        plain += seconds_of(step, 1)
-        with timed_kernels() as calls:
-            (seconds,) = seconds_of(step, 1)
-        between.append(seconds - sum(call.seconds + clock for call in calls))
-        for name, row in sum_by_kind(calls).items():
-            by_kind[name].append(row)
+    for _ in range(0, count, ROUND):
+        seconds_of(step, 2)  # threads sleep while the last round is summed up
+        plain += seconds_of(step, ROUND)
+        calls_of_steps = []
+        for _ in range(ROUND):
+            with timed_kernels() as calls:
+                (seconds,) = seconds_of(step, 1)
+            between.append(seconds - sum(call.seconds + clock for call in calls))
+            calls_of_steps.append(calls)
+        for calls in calls_of_steps:  # arrays hold by now what they hold in the round's last step
+            for name, row in sum_by_kind(calls).items():
+                by_kind[name].append(row)
     rows = [
         rows[0]._replace(
             seconds=median(row.seconds for row in rows), num_bytes=median_low(row.num_bytes for row in rows)
@@ -178,7 +183,7 @@ def main() -> None:
     parser.add_argument("--prefill", type=int, default=0, metavar="TOKENS", help="profile a prompt, too")
     args = parser.parse_args()
     with model_of(args.model) as (directory, options):
-        num_steps = max(2 * args.steps + 8, args.prefill + 1 - args.context)
+        num_steps = max(3 * args.steps + 32, args.prefill + 1 - args.context)
         engine = make_engine(directory, args, num_steps, **options)
         num_bytes = engine.executor.plan.use.weights
         print(f"{args.model}: {num_bytes / 1e6:.0f} MB of weights, {args.num_threads} threads")
