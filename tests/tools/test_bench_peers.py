@@ -16,7 +16,7 @@ from tools import bench_peers, peer_cupaged
 from tools.bench_peers import Job, answer, busy_process, parse_args
 from tools.offline_runs import make_workload
 from tools.peer_cupaged import num_weights
-from tools.peer_report import BUSY, Goal, Row, goals, make_row, table
+from tools.peer_report import BUSY, ONE_THREAD, Goal, Row, goals, make_row, table
 
 ANSWER = {"version": "peer 1.0", "offline": [4.0, 1.0, 2.0], "single": [[0.5, 1.5], [0.5, 2.5], [1.0, 1.5]]}
 FAKE = """#!{python}
@@ -208,7 +208,8 @@ ROWS = [
     Row("transformers", "batches of 8", "bfloat16", offline=20.0, decode=30.0),
     Row("transformers", "batches of 8, one run", "float32", offline=10.0, decode=41.0),
     Row("llama.cpp", "", "F16", decode=50.0),
-    Row("llama.cpp", "one thread", "Q4_1", decode=100.0),
+    Row("llama.cpp", ONE_THREAD, "F16", decode=100.0),
+    Row("llama.cpp", "", "Q4_1", decode=100.0),
 ]
 
 
@@ -224,6 +225,8 @@ def test_goals_are_held_against_the_best_form_of_a_peer() -> None:
         (1.6, "met"),
         (0.492, "missed"),
     ]
+    assert [goal.over_one_thread for goal in goals(ROWS)] == [None] * 5 + [0.8, None]
+    assert "over llama.cpp's F16 1.6 (0.8 over its one thread), goal 1.60" in goals(ROWS)[5].text
 
 
 def test_goal_without_its_peer_is_not_measured() -> None:
