@@ -16,16 +16,12 @@ import llvmlite.binding
 import numpy as np
 from llvmlite import ir
 from numba import types
-from numba.core import cgutils as _cgutils
 from numba.core.errors import TypingError
-from numba.core.typing import templates as _templates
-from numba.extending import lower_builtin as _lower_builtin
 from numba.extending import overload
 from numpy.typing import NDArray
 
-cgutils: Any = _cgutils  # untyped
-templates: Any = _templates
-lower_builtin: Any = _lower_builtin
+from cupaged.kernels.emit import INT, NEAREST, call, lower_builtin, prefetch, templates
+
 F = TypeVar("F", bound=Callable[..., Any])
 
 TILES = 8
@@ -35,7 +31,7 @@ TILE_BYTES = ROWS * ROW_BYTES
 CONFIG_BYTES = 64  # 0: palette; 16 + 2 * tile: bytes of a row; 48 + tile: rows
 LINE_BYTES = 64  # of a cache line
 _LEAST = np.float32(2.0**-126)  # the least normal float32
-_BYTE, _WORD, _INT = ir.IntType(8), ir.IntType(32), ir.IntType(64)
+_BYTE, _VOID = ir.IntType(8), ir.VoidType()
 
 
 def _has_amx() -> bool:
@@ -108,17 +104,12 @@ def _instruction(write: Callable[..., None], *literals: int) -> Callable[[F], F]
     return decorate
 
 
-def _call(builder: Any, name: str, *args: Any) -> None:
-    kind = ir.FunctionType(ir.VoidType(), [arg.type for arg in args])
-    builder.call(cgutils.get_or_insert_function(builder.module, kind, name), args)
-
-
 def _bytes_at(builder: Any, array: Any, index: Any) -> Any:
     return builder.bitcast(builder.gep(array, [index]), _BYTE.as_pointer())
 
 
 def _write_ldtilecfg(builder: Any, config: Any) -> None:
-    _call(builder, "llvm.x86.ldtilecfg", _bytes_at(builder, config, _INT(0)))
+    call(builder, "llvm.x86.ldtilecfg", _VOID, _bytes_at(builder, config, INT(0)))
 
 
 @_instruction(_write_ldtilecfg)
@@ -136,7 +127,7 @@ def load_config(tiles: Any, config: Any) -> None:
 
 
 def _write_tilerelease(builder: Any) -> None:
-    _call(builder, "llvm.x86.tilerelease")
+    call(builder, "llvm.x86.tilerelease", _VOID)
 
 
 @_instruction(_write_tilerelease)
@@ -150,7 +141,7 @@ def release_tiles(tiles: Any) -> None:
 def _write_move(builder: Any, name: str, tile: int, array: Any, start: Any, stride: Any) -> None:
     element = array.type.pointee
     size = element.width // 8 if isinstance(element, ir.IntType) else 4
-    _call(builder, name, _BYTE(tile), _bytes_at(builder, array, start), builder.mul(stride, _INT(size)))
+    call(builder, name, _VOID, _BYTE(tile), _bytes_at(builder, array, start), builder.mul(stride, INT(size)))
 
 
 def _rows_in_memory(tiles: Any, tile: int, array: Any, start: int, stride: int) -> Any:
@@ -214,7 +205,7 @@ def _floats(halves: Any) -> Any:
 
 
 def _write_tdpbf16ps(builder: Any, c: int, a: int, b: int) -> None:
-    _call(builder, "llvm.x86.tdpbf16ps", _BYTE(c), _BYTE(a), _BYTE(b))
+    call(builder, "llvm.x86.tdpbf16ps", _VOID, _BYTE(c), _BYTE(a), _BYTE(b))
 
 
 @_instruction(_write_tdpbf16ps, 1, 2, 3)
@@ -234,7 +225,7 @@ def dot_bfloat16(tiles: Any, c: int, a: int, b: int) -> None:
 
 
 def _write_tdpbssd(builder: Any, c: int, a: int, b: int) -> None:
-    _call(builder, "llvm.x86.tdpbssd", _BYTE(c), _BYTE(a), _BYTE(b))
+    call(builder, "llvm.x86.tdpbssd", _VOID, _BYTE(c), _BYTE(a), _BYTE(b))
 
 
 @_instruction(_write_tdpbssd, 1, 2, 3)
@@ -246,10 +237,8 @@ def dot_int8(tiles: Any, c: int, a: int, b: int) -> None:
 
 def _write_prefetcht0(builder: Any, array: Any, start: Any, lines: int) -> None:
     first = _bytes_at(builder, array, start)
-    read, nearest, data = _WORD(0), _WORD(3), _WORD(1)
     for line in range(lines):
-        place = builder.gep(first, [_INT(line * LINE_BYTES)])
-        _call(builder, "llvm.prefetch.p0", place, read, nearest, data)
+        prefetch(builder, builder.gep(first, [INT(line * LINE_BYTES)]), NEAREST)
 
 
 @_instruction(_write_prefetcht0, 3)

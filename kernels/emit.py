@@ -1,4 +1,4 @@
-"""How functions are compiled to LLVM code that we write: the vectors of simd.py, the products of tile.py.
+"""How functions are compiled to LLVM code that we write, and what any such code is made of.
 
 A function's body says what it computes, and runs where the compiler is off. `define` tells Numba what to put
 in place of a call: no function of its own, so nothing that would have to be inlined.
@@ -28,6 +28,7 @@ INT = ir.IntType(64)
 FLOATS = ir.VectorType(ir.FloatType(), LANES)
 WORDS = ir.VectorType(ir.IntType(32), LANES)
 HALVES = ir.VectorType(ir.IntType(16), LANES)
+NEAREST, SECOND = 3, 2  # caches, to prefetch
 
 
 class Vector(types.Type):
@@ -75,10 +76,7 @@ class Memory:
 
     def prefetch(self, index: Any) -> None:
         """Ask for an element's line of the cache."""
-        byte, word = ir.IntType(8).as_pointer(), ir.IntType(32)
-        kind = ir.FunctionType(ir.VoidType(), [byte, word, word, word])
-        call = cgutils.get_or_insert_function(self.builder.module, kind, "llvm.prefetch")
-        self.builder.call(call, [self.at(index, ir.IntType(8)), word(0), word(3), word(1)])
+        prefetch(self.builder, self.builder.gep(self.data, [index]), NEAREST)
 
 
 def define(function: Callable[..., Any], result: Any, *parameters: Any) -> Callable[[Any], Any]:
@@ -131,6 +129,18 @@ def define(function: Callable[..., Any], result: Any, *parameters: Any) -> Calla
     return decorate
 
 
+def call(builder: Any, name: str, result: Any, *args: Any) -> Any:
+    """Return what LLVM's function `name` makes of the values, of the type `result`."""
+    kind = ir.FunctionType(result, [arg.type for arg in args])
+    return builder.call(cgutils.get_or_insert_function(builder.module, kind, name), args)
+
+
+def prefetch(builder: Any, pointer: Any, cache: int) -> None:
+    """Ask for the cache line at `pointer`, to be in NEAREST or SECOND; any address will do."""
+    place, word = builder.bitcast(pointer, ir.IntType(8).as_pointer()), ir.IntType(32)
+    call(builder, "llvm.prefetch.p0", ir.VoidType(), place, word(0), word(cache), word(1))
+
+
 def constant(x: float) -> Any:
     """Return x in all lanes."""
     return ir.Constant(FLOATS, [float(np.float32(x))] * LANES)
@@ -141,17 +151,16 @@ def words(x: int) -> Any:
     return ir.Constant(WORDS, [x] * LANES)
 
 
-def splat(builder: Any, value: Any, kind: Any = FLOATS) -> Any:
-    """Return a value in all lanes."""
+def splat(builder: Any, value: Any) -> Any:
+    """Return a number in all lanes (vpbroadcastd; of memory it is part of the instruction that uses it)."""
+    kind = ir.VectorType(value.type, LANES)
     one = builder.insert_element(ir.Constant(kind, ir.Undefined), value, ir.IntType(32)(0))
     return builder.shuffle_vector(one, one, words(0))
 
 
 def fma(builder: Any, a: Any, b: Any, c: Any) -> Any:
-    """Return a * b + c, rounded once."""
-    kind = ir.FunctionType(FLOATS, [FLOATS] * 3)
-    call = cgutils.get_or_insert_function(builder.module, kind, f"llvm.fma.v{LANES}f32")
-    return builder.call(call, [a, b, c])
+    """Return a * b + c, rounded once (vfmadd231ps)."""
+    return call(builder, f"llvm.fma.v{LANES}f32", FLOATS, a, b, c)
 
 
 def widen(builder: Any, halves: Any) -> Any:

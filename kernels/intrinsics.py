@@ -8,10 +8,8 @@ from typing import Any
 
 import llvmlite.binding
 from llvmlite import ir
-from numba.core import cgutils as _cgutils
 
-cgutils: Any = _cgutils  # untyped
-LANES = 16
+from cupaged.kernels.emit import FLOATS, HALVES, LANES, WORDS, call, splat, words
 
 _FEATURES = llvmlite.binding.get_host_cpu_features()
 HAS_AVX512 = bool(_FEATURES.get("avx512f", False))
@@ -19,22 +17,8 @@ HAS_BF16 = HAS_AVX512 and bool(_FEATURES.get("avx512bf16", False))
 HAS_VNNI = HAS_AVX512 and bool(_FEATURES.get("avx512vnni", False))
 HAS_AVX_VNNI = bool(_FEATURES.get("avxvnni", False))
 
-
-INT = ir.IntType(64)
 _INT32 = ir.IntType(32)
-FLOATS = ir.VectorType(ir.FloatType(), LANES)
-WORDS = ir.VectorType(_INT32, LANES)
-HALVES = ir.VectorType(ir.IntType(16), LANES)
 _ALL_HALVES = ir.VectorType(ir.IntType(16), 2 * LANES)
-
-
-def _call(builder: Any, name: str, result: Any, *args: Any) -> Any:
-    kind = ir.FunctionType(result, [arg.type for arg in args])
-    return builder.call(cgutils.get_or_insert_function(builder.module, kind, name), args)
-
-
-def _words(value: int) -> Any:
-    return ir.Constant(WORDS, [value] * LANES)
 
 
 def _part(builder: Any, vector: Any, start: int, count: int) -> Any:
@@ -43,21 +27,9 @@ def _part(builder: Any, vector: Any, start: int, count: int) -> Any:
     return builder.shuffle_vector(vector, vector, lanes)
 
 
-def splat(builder: Any, value: Any) -> Any:
-    """Return a vector of one number (vpbroadcastd; of memory it is part of the instruction that uses it)."""
-    vector = ir.VectorType(value.type, LANES)
-    first = builder.insert_element(ir.Constant(vector, ir.Undefined), value, _INT32(0))
-    return builder.shuffle_vector(first, ir.Constant(vector, ir.Undefined), _words(0))
-
-
-def fma(builder: Any, a: Any, b: Any, total: Any) -> Any:
-    """Return total + a * b, rounded once (vfmadd231ps)."""
-    return _call(builder, f"llvm.fma.v{LANES}f32", FLOATS, a, b, total)
-
-
 def floats_of_pairs(builder: Any, pairs: Any) -> tuple[Any, Any]:
     """Return the first and the second bfloat16 of each word as float32, whose upper half it is (vpslld)."""
-    first, second = builder.shl(pairs, _words(16)), builder.and_(pairs, _words(0xFFFF0000))
+    first, second = builder.shl(pairs, words(16)), builder.and_(pairs, words(0xFFFF0000))
     return builder.bitcast(first, FLOATS), builder.bitcast(second, FLOATS)
 
 
@@ -66,20 +38,20 @@ def dot_pairs(builder: Any, total: Any, a: Any, b: Any) -> Any:
 
     The products are exact, each sum is rounded to nearest even; denormals count as 0.
     """
-    return _call(builder, "llvm.x86.avx512bf16.dpbf16ps.512", FLOATS, total, a, b)
+    return call(builder, "llvm.x86.avx512bf16.dpbf16ps.512", FLOATS, total, a, b)
 
 
 def round_to_pairs(builder: Any, high: Any, low: Any) -> Any:
     """Return 32 float32 as bfloat16, rounded to nearest even (vcvtne2ps2bf16; HAS_BF16)."""
     name = "llvm.x86.avx512bf16.cvtne2ps2bf16.512"
-    return builder.bitcast(_call(builder, name, _ALL_HALVES, high, low), WORDS)
+    return builder.bitcast(call(builder, name, _ALL_HALVES, high, low), WORDS)
 
 
 def floats_of_byte_pairs(builder: Any, pairs: Any) -> tuple[Any, Any]:
     """Return the first and the second int8 of each of LANES pairs as float32 (vpmovsxwd, vcvtdq2ps)."""
-    words = builder.sext(builder.bitcast(pairs, HALVES), WORDS)
-    first = builder.ashr(builder.shl(words, _words(24)), _words(24))
-    return builder.sitofp(first, FLOATS), builder.sitofp(builder.ashr(words, _words(8)), FLOATS)
+    whole = builder.sext(builder.bitcast(pairs, HALVES), WORDS)
+    first = builder.ashr(builder.shl(whole, words(24)), words(24))
+    return builder.sitofp(first, FLOATS), builder.sitofp(builder.ashr(whole, words(8)), FLOATS)
 
 
 def halves_of_byte_pairs(builder: Any, pairs: Any) -> Any:
@@ -93,14 +65,14 @@ def halves_of_byte_pairs(builder: Any, pairs: Any) -> Any:
 
 def dot_quads_512(builder: Any, total: Any, unsigned: Any, signed: Any) -> Any:
     """Return total + the four products of each word's uint8 and int8, as int32 (vpdpbusd; HAS_VNNI)."""
-    return _call(builder, "llvm.x86.avx512.vpdpbusd.512", WORDS, total, unsigned, signed)
+    return call(builder, "llvm.x86.avx512.vpdpbusd.512", WORDS, total, unsigned, signed)
 
 
 def dot_quads_256(builder: Any, total: Any, unsigned: Any, signed: Any) -> Any:
     """Return the same, by halves (vpdpbusd on ymm; HAS_AVX_VNNI)."""
     half = ir.VectorType(_INT32, LANES // 2)
     low, high = (
-        _call(
+        call(
             builder,
             "llvm.x86.avx512.vpdpbusd.256",
             half,
@@ -118,9 +90,9 @@ def dot_quads_plain(builder: Any, total: Any, unsigned: Any, signed: Any) -> Any
     even = builder.mul(builder.lshr(builder.shl(u, eight), eight), builder.ashr(builder.shl(s, eight), eight))
     odd = builder.mul(builder.lshr(u, eight), builder.ashr(s, eight))
     for products in (even, odd):
-        words = builder.bitcast(products, WORDS)
-        total = builder.add(total, builder.ashr(builder.shl(words, _words(16)), _words(16)))
-        total = builder.add(total, builder.ashr(words, _words(16)))
+        pairs = builder.bitcast(products, WORDS)
+        total = builder.add(total, builder.ashr(builder.shl(pairs, words(16)), words(16)))
+        total = builder.add(total, builder.ashr(pairs, words(16)))
     return total
 
 
@@ -132,23 +104,17 @@ def load_part(builder: Any, pointer: Any, count: Any) -> Any:
     """Load up to LANES float32, `count` of them if it is less, and zeros behind (vmovups {k}{z})."""
     zeros = ir.Constant(FLOATS, None)
     mask, align = _first_lanes(builder, count), _INT32(4)
-    return _call(builder, f"llvm.masked.load.v{LANES}f32.p0", FLOATS, pointer, align, mask, zeros)
+    return call(builder, f"llvm.masked.load.v{LANES}f32.p0", FLOATS, pointer, align, mask, zeros)
 
 
 def store_part(builder: Any, value: Any, pointer: Any, count: Any) -> None:
     """Store up to LANES float32, `count` of them if it is less (vmovups {k})."""
     mask, align = _first_lanes(builder, count), _INT32(4)
-    _call(builder, f"llvm.masked.store.v{LANES}f32.p0", ir.VoidType(), value, pointer, align, mask)
+    call(builder, f"llvm.masked.store.v{LANES}f32.p0", ir.VoidType(), value, pointer, align, mask)
 
 
 def _first_lanes(builder: Any, count: Any) -> Any:
     return builder.icmp_signed("<", ir.Constant(WORDS, list(range(LANES))), splat(builder, count))
-
-
-def prefetch(builder: Any, pointer: Any) -> None:
-    """Ask for the cache line at `pointer` (prefetcht1); any address will do."""
-    place = builder.bitcast(pointer, ir.IntType(8).as_pointer())
-    _call(builder, "llvm.prefetch.p0", ir.VoidType(), place, _INT32(0), _INT32(2), _INT32(1))
 
 
 def keep_loop(builder: Any) -> None:

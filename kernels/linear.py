@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from cupaged.jit import njit, njit_inner
 from cupaged.kernels.bits import load, store
 from cupaged.kernels.chunks import num_chunks
-from cupaged.kernels.intrinsics import LANES
+from cupaged.kernels.emit import LANES
 from cupaged.kernels.linear_tile import MOST_BLOCKS, MOST_ROWS, Places, multiply_tile
 from cupaged.kernels.parallel import parallel_for
 

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from cupaged.jit import njit, njit_inner
 from cupaged.kernels.chunks import num_chunks
-from cupaged.kernels.intrinsics import LANES
+from cupaged.kernels.emit import LANES
 from cupaged.kernels.linear import PACKED_NUMBERS, as_words, multiply, pack_bias, place_row, rows_of
 from cupaged.kernels.parallel import parallel_for
 from cupaged.kernels.quantize import quantize_row, quantize_rows

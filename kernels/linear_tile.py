@@ -19,15 +19,14 @@ from typing import Any, NamedTuple
 import numpy as np
 from llvmlite import ir
 from numba import types
-from numba.core import cgutils as _cgutils
 from numba.extending import intrinsic, overload
 
 from cupaged.kernels import intrinsics
-from cupaged.kernels.intrinsics import FLOATS, HAS_AVX512, INT, LANES, WORDS
+from cupaged.kernels.emit import FLOATS, INT, LANES, SECOND, WORDS, cgutils, fma, prefetch, splat
+from cupaged.kernels.intrinsics import HAS_AVX512
 
 # ruff: noqa: ARG001  (Numba's overloads repeat the parameters of what they stand for)
 
-cgutils: Any = _cgutils  # untyped
 # Rows and blocks of a tile: rows * blocks accumulators leave room for the weights in the vector registers.
 MOST_ROWS, MOST_BLOCKS = (8, 3) if HAS_AVX512 else (4, 1)
 FETCHING_ROWS = 4  # from which on a tile computes long enough to fetch the next one's weights meanwhile
@@ -128,7 +127,7 @@ class _Tile:
         ahead = builder.add(at.ahead, builder.mul(index, INT(LANES * self.group)))
         for j in range(blocks):
             place = builder.add(ahead, builder.mul(INT(j), at.block_stride))
-            intrinsics.prefetch(builder, builder.gep(self.weight, [place]))
+            prefetch(builder, builder.gep(self.weight, [place]), SECOND)
 
     def begin_sums(self, rows: int, blocks: int) -> list[Any]:
         """Return the accumulators: of a first part they begin anew, else with what waits in `out`."""
@@ -181,7 +180,7 @@ class _Tile:
         builder = self.builder
         if self.row_scales is not None:
             scale = self.load(self.row_scales, builder.add(self.at.row, INT(row)), _FLOAT, 4)
-            scales = builder.fmul(intrinsics.splat(builder, scale), scales)
+            scales = builder.fmul(splat(builder, scale), scales)
             total = builder.sitofp(total, FLOATS)
         return builder.fadd(builder.fmul(total, scales), bias)
 
@@ -216,10 +215,10 @@ class _Tile:
         if kind == _FLOAT:
             for k, one in enumerate(weight if whole else weight[:1]):
                 x = self.load(self.x, builder.add(here, INT(k)), _FLOAT, 4)
-                total = intrinsics.fma(builder, intrinsics.splat(builder, x), one, total)
+                total = fma(builder, splat(builder, x), one, total)
             return total
         group = self.load(self.x, here, _WORD if whole else ir.IntType(16), 1 if kind == _BYTE else 2)
-        x = intrinsics.splat(builder, group if whole else builder.zext(group, _WORD))
+        x = splat(builder, group if whole else builder.zext(group, _WORD))
         if kind == _BYTE:
             return intrinsics.dot_quads(builder, total, x, weight)
         return intrinsics.dot_pairs(builder, total, weight, x)

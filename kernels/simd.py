@@ -197,8 +197,8 @@ def _write_select_less(builder: Any, a: Any, b: Any, x: Any, y: Any) -> Any:
 @emit.define(keep, vector, vector, types.int32, types.int32, vector)
 def _write_keep(builder: Any, x: Any, begin: Any, end: Any, other: Any) -> Any:
     lanes = ir.Constant(emit.WORDS, list(range(LANES)))
-    after = builder.icmp_signed("<=", emit.splat(builder, begin, emit.WORDS), lanes)
-    before = builder.icmp_signed("<", lanes, emit.splat(builder, end, emit.WORDS))
+    after = builder.icmp_signed("<=", emit.splat(builder, begin), lanes)
+    before = builder.icmp_signed("<", lanes, emit.splat(builder, end))
     return builder.select(builder.and_(after, before), x, other)
 
 

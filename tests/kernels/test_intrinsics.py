@@ -12,7 +12,8 @@ from llvmlite import ir
 from numpy.typing import NDArray
 
 from cupaged.kernels import intrinsics
-from cupaged.kernels.intrinsics import FLOATS, HAS_AVX_VNNI, HAS_BF16, HAS_VNNI, INT, LANES, WORDS
+from cupaged.kernels.emit import FLOATS, INT, LANES, WORDS
+from cupaged.kernels.intrinsics import HAS_AVX_VNNI, HAS_BF16, HAS_VNNI
 
 PAIRS_OF_BYTES = ir.VectorType(ir.IntType(8), 2 * LANES)
 DOTS = [intrinsics.dot_quads_plain]
