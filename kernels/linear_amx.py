@@ -22,6 +22,7 @@ from cupaged.kernels import amx
 from cupaged.kernels.amx import CONFIG_BYTES, LINE_BYTES, ROW_BYTES, ROWS, TILE_BYTES
 from cupaged.kernels.chunks import num_chunks
 from cupaged.kernels.parallel import parallel_for
+from cupaged.kernels.quantize import quantize_rows
 
 # ruff: noqa: ARG001, ARG005  (Numba's overloads repeat the parameters of what they stand for)
 
@@ -354,15 +355,20 @@ def w8a8_range(
     scale_units(out, sums, row_scale, scale, bias, task, bounds[0], bounds[1])
 
 
-SIGNATURE_W8A8 = "void(i1[:,::1],f4[::1],i1[:,:,:,::1],f4[::1],f4[::1],f4[:,::1])"
+# For jit.specialize: x, f4 or u2 (the bits of bfloat16).
+SIGNATURE_W8A8 = "void({}[:,::1],i1[:,::1],f4[::1],i1[:,:,:,::1],f4[::1],f4[::1],f4[:,::1])"
 
 
 @njit
-def linear_w8a8_amx(x: Any, row_scale: Any, panels: Any, scale: Any, bias: Any, out: Any) -> None:
-    """Set out [n, out_features] to x [n, in_features] @ weight.T * row_scale[n] * scale + bias.
+def linear_w8a8_amx(
+    x: Any, quantized: Any, row_scale: Any, panels: Any, scale: Any, bias: Any, out: Any
+) -> None:
+    """Set out [n, out_features] to x [n, in_features] @ weight.T * scale + bias, x of 8 bits, too.
 
+    quantized, int8[n, in_features], and row_scale [n] are room for x. The bits are linear_w8a8_cpu's.
     panels: int8 [blocks of 16 outputs, in_features / 4, 16, 4]; scale, bias: one for every output of them.
     """
-    task = plan(x, out)
-    args = (lay_out(x), row_scale, panels.reshape(-1), scale, bias, out.reshape(-1), task)
+    quantize_rows(x, 0, quantized, row_scale)
+    task = plan(quantized, out)
+    args = (lay_out(quantized), row_scale, panels.reshape(-1), scale, bias, out.reshape(-1), task)
     parallel_for(w8a8_range, task.units, num_pieces(panels, task), args)

@@ -19,7 +19,6 @@ Array = Any
 Take = Callable[[tuple[int, ...], Any], Array]  # room that is free again after a step
 Kernel = tuple[Callable[..., None], str]  # a function and a signature it is wanted for
 Launch = tuple[Any, ...]  # a kernel, then its arguments
-TILE_INPUTS = 32  # bfloat16 in a row of an AMX tile; a matrix of other inputs goes without
 CODES = {np.dtype(np.float32): "f4", np.dtype(ml_dtypes.bfloat16): "u2"}  # in the kernels' signatures
 
 
@@ -62,9 +61,11 @@ def choose_form(
     In float32 the weights of a bfloat16 checkpoint stay bfloat16, which loses nothing.
     """
     half = np.dtype(ml_dtypes.bfloat16)
-    tiles = amx.HAS_AMX and inputs == half and weights[0].shape[1] % TILE_INPUTS == 0
-    if quantization == "int8_w8a8":
-        return Bytes(CODES[inputs], 4, tiles=False)
+    is_w8a8 = quantization == "int8_w8a8"
+    row = amx.ROW_BYTES if is_w8a8 else amx.ROW_BYTES // 2  # inputs; a matrix of no whole rows goes without
+    tiles = amx.HAS_AMX and (is_w8a8 or inputs == half) and weights[0].shape[1] % row == 0
+    if is_w8a8:
+        return Bytes(CODES[inputs], 4, tiles)
     if quantization == "int8":
         return Bytes(CODES[inputs], 2, tiles)
     exact = all(part.dtype == half for part in weights)
@@ -113,6 +114,14 @@ class Floats(NamedTuple):
         return linear.embedding_cpu, ids, packed.panels, out
 
 
+_BYTES: dict[tuple[int, bool], Kernel] = {  # what multiplies in a form of Bytes, by its group and tiles
+    (2, False): (linear_int8.linear_w8a16_cpu, linear_int8.SIGNATURE_W8A16),
+    (2, True): (linear_amx.linear_w8a16_amx, linear_amx.SIGNATURE_W8A16),
+    (4, False): (linear_int8.linear_w8a8_cpu, linear_int8.SIGNATURE_W8A8),
+    (4, True): (linear_amx.linear_w8a8_amx, linear_amx.SIGNATURE_W8A8),
+}
+
+
 class Bytes(NamedTuple):
     """Weights of 8 bits with a scale for each output; x as it is, or of 8 bits with a scale for each row."""
 
@@ -124,14 +133,10 @@ class Bytes(NamedTuple):
         return linear_int8.quantized_shapes(out_features, in_features, self.group)
 
     def kernels(self, weights: Sequence[NDArray[Any]]) -> list[Kernel]:
-        multiply: Kernel = (linear_int8.linear_w8a8_cpu, linear_int8.SIGNATURE_W8A8.format(self.inputs))
-        if self.tiles:
-            multiply = (linear_amx.linear_w8a16_amx, linear_amx.SIGNATURE_W8A16)
-        elif self.group == 2:
-            multiply = (linear_int8.linear_w8a16_cpu, linear_int8.SIGNATURE_W8A16.format(self.inputs))
+        multiply, signature = _BYTES[self.group, self.tiles]
         words = f"u{self.group}"
         return [
-            multiply,
+            (multiply, signature.format(self.inputs)),
             (linear_int8.embedding_int8_cpu, linear_int8.EMBEDDING_SIGNATURE),
             *(
                 (linear_int8.quantize_outputs, linear_int8.QUANTIZE_SIGNATURE.format(stored, words))
@@ -146,13 +151,14 @@ class Bytes(NamedTuple):
         return QuantizedLinear._make((*arrays, out_features, in_features))
 
     def multiply(self, x: Array, packed: Any, out: Array, take: Take) -> Launch:
+        kernel, _ = _BYTES[self.group, self.tiles]
         if self.group == 2:
-            kernel = linear_amx.linear_w8a16_amx if self.tiles else linear_int8.linear_w8a16_cpu
             return kernel, x, packed.panels, packed.scales, packed.bias, out
         num_rows, groups = x.shape[0], packed.panels.shape[1]
-        room = take((num_rows, self.group * groups), np.uint8), take((num_rows,), np.float32)
-        weights = (packed.panels, packed.scales, packed.begin, packed.bias)
-        return linear_int8.linear_w8a8_cpu, x, *room, *weights, out
+        kind = np.int8 if self.tiles else np.uint8
+        room = take((num_rows, self.group * groups), kind), take((num_rows,), np.float32)
+        begin = () if self.tiles else (packed.begin,)
+        return kernel, x, *room, packed.panels, packed.scales, *begin, packed.bias, out
 
     def embed(self, ids: Array, packed: Any, out: Array) -> Launch:
         return linear_int8.embedding_int8_cpu, ids, packed.panels, packed.scales, out

@@ -12,6 +12,7 @@ from cupaged.backend.cpu import CpuBackend
 from cupaged.backend.matrices import choose_form
 from cupaged.kernels import amx
 from cupaged.kernels.intrinsics import HAS_BF16
+from tests.kernels.plain_amx import plain
 
 LIMITS = Limits(num_tokens=64, num_seqs=4, seq_len=64, block_size=16, num_slots=64)
 HIDDEN, VOCAB = 40, 97
@@ -113,9 +114,11 @@ def test_weights_that_have_no_form_of_8_bits_are_refused(quantization: Any) -> N
     [
         (None, ml_dtypes.bfloat16, 64, True),
         ("int8", ml_dtypes.bfloat16, 64, True),
-        ("int8_w8a8", ml_dtypes.bfloat16, 64, False),
+        ("int8_w8a8", np.float32, 64, True),
         (None, ml_dtypes.bfloat16, 48, False),  # no whole rows of a tile
+        ("int8_w8a8", np.float32, 96, False),
         (None, np.float32, 64, False),
+        ("int8", np.float32, 64, False),
     ],
 )
 def test_tiles_of_amx_are_used_where_they_fit(
@@ -129,3 +132,32 @@ def test_tiles_of_amx_are_used_where_they_fit(
     kernels = [kernel.__name__ for kernel, _ in form.kernels(weights)]
     assert form.tiles == tiles
     assert any(name.endswith("_amx") for name in kernels) == tiles
+
+
+def multiply_by(weight: NDArray[Any], x: NDArray[Any], quantization: Any) -> tuple[str, NDArray[np.float32]]:
+    """Return which kernel multiplies, and what it returns; one for tiles runs on the stand-in for them."""
+    form: Any = choose_form([weight], np.dtype(ml_dtypes.bfloat16), x.dtype, quantization)
+    arrays = [np.empty(shape, kind) for shape, kind in form.arrays(*weight.shape)]
+    packed, out = form.name(arrays, *weight.shape), np.full((len(x), len(weight)), np.nan, np.float32)
+    form.pack([weight], None, packed)
+    kernel, *args = form.multiply(x if x.dtype == np.float32 else x.view(np.uint16), packed, out, np.empty)
+    getattr(plain, kernel.__name__, kernel)(*args)
+    return kernel.__name__, out
+
+
+@pytest.mark.parametrize("num_rows", [1, 3, 40])
+@pytest.mark.parametrize("quantization", FORMS)
+def test_tiles_of_amx_multiply_by_what_is_packed_for_them(
+    quantization: Any, num_rows: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    weight, x = (random(count, 64, kind=ml_dtypes.bfloat16) for count in (33, num_rows))
+    monkeypatch.setattr(amx, "HAS_AMX", False)
+    _, expected = multiply_by(weight, x.astype(np.float32), quantization)
+    monkeypatch.setattr(amx, "HAS_AMX", True)
+
+    is_w8a8 = quantization == "int8_w8a8"
+    name, out = multiply_by(weight, x.astype(np.float32) if is_w8a8 else x, quantization)
+
+    assert name.endswith("_amx")
+    np.testing.assert_allclose(out, expected, rtol=1e-5, atol=1e-5)
+    assert not is_w8a8 or np.array_equal(out, expected)  # its sums are integers

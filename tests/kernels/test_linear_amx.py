@@ -4,7 +4,6 @@ Everywhere the functions run as they stand, on the stand-in for the tiles, and a
 AMX; where there is one, they also run compiled.
 """
 
-import importlib.util
 import json
 import os
 import platform
@@ -14,31 +13,14 @@ from pathlib import Path
 from typing import Any
 
 import ml_dtypes
-import numba as _numba
 import numpy as np
 import pytest
 from numpy.typing import NDArray
 
 from cupaged.kernels import amx, linear_amx
+from cupaged.kernels.quantize import quantize_rows
+from tests.kernels.plain_amx import plain
 
-numba: Any = _numba
-
-
-def load_plain() -> Any:
-    """Return linear_amx anew, with nothing compiled."""
-    spec = importlib.util.spec_from_file_location("plain_linear_amx", linear_amx.__file__)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    before, numba.config.DISABLE_JIT = numba.config.DISABLE_JIT, 1
-    try:
-        spec.loader.exec_module(module)
-    finally:
-        numba.config.DISABLE_JIT = before
-    return module
-
-
-plain = load_plain()
 KERNELS = [plain, *([linear_amx] if amx.HAS_AMX else [])]
 # (in, out): one block and less, odd numbers of blocks, wider than a square, deeper than a part of the inputs.
 SHAPES = [(64, 16), (64, 1), (64, 15), (128, 17), (192, 33), (64, 48), (320, 65), (64, 97), (2112, 20)]
@@ -72,20 +54,21 @@ class Layer:
         self.bias, self.scale = random(2, out_features), random(3, out_features)
         self.weight = random(0, out_features, in_features)
         self.x = random(1, num_rows, in_features)
-        self.row_scale = random(4, num_rows)
         if kind != "bf16":
             self.weight = rng.integers(-128, 128, self.weight.shape).astype(np.int8)
-        if kind == "w8a8":
-            self.x = rng.integers(-128, 128, self.x.shape).astype(np.int8)
+
+    def quantized(self) -> tuple[NDArray[np.int8], NDArray[np.float32]]:
+        """Return the rows as they are multiplied where they have 8 bits, and their scales."""
+        x, row_scale = np.empty(self.x.shape, np.int8), np.empty(len(self.x), np.float32)
+        quantize_rows(self.x, 0, x, row_scale)
+        return x, row_scale
 
     def exact(self) -> NDArray[np.float64]:
-        x, weight = (part if part.dtype == np.int8 else halves(part) for part in (self.x, self.weight))
-        product: NDArray[np.float64] = x.astype(np.float64) @ weight.astype(np.float64).T
-        if self.kind != "bf16":
-            product *= self.scale
-        if self.kind == "w8a8":
-            product *= self.row_scale[:, None]
-        return product + self.bias
+        is_byte = self.weight.dtype == np.int8
+        weight = (self.weight if is_byte else halves(self.weight)).astype(np.float64)
+        rows, row_scale = self.quantized() if self.kind == "w8a8" else (halves(self.x), np.ones(len(self.x)))
+        product: NDArray[np.float64] = rows.astype(np.float64) @ weight.T * row_scale[:, None]
+        return product * (self.scale if is_byte else 1.0) + self.bias
 
     def run(self, kernels: Any, rows: Any = slice(None)) -> NDArray[np.float32]:
         """Return the result for some of the rows."""
@@ -97,8 +80,8 @@ class Layer:
         elif self.kind == "w8a16":
             kernels.linear_w8a16_amx(halves(x).view(np.uint16), pack(self.weight, 2), scale, bias, out)
         else:
-            row_scale = np.ascontiguousarray(self.row_scale[rows])
-            kernels.linear_w8a8_amx(x, row_scale, pack(self.weight, 4), scale, bias, out)
+            room = np.empty(x.shape, np.int8), np.empty(len(x), np.float32)
+            kernels.linear_w8a8_amx(x, *room, pack(self.weight, 4), scale, bias, out)
         return out
 
 
@@ -165,9 +148,10 @@ def test_parts_of_the_inputs_slabs_and_pieces_change_no_bit(
 @pytest.mark.parametrize("kernels", KERNELS)
 def test_int8_sums_are_exact_and_scaled_in_one_order(kernels: Any) -> None:
     layer = Layer("w8a8", 320, 33, 40)
-    sums = layer.x.astype(np.int32) @ layer.weight.astype(np.int32).T
+    x, row_scale = layer.quantized()
+    sums = x.astype(np.int32) @ layer.weight.astype(np.int32).T
 
-    expected = sums.astype(np.float32) * (layer.row_scale[:, None] * layer.scale) + layer.bias
+    expected = sums.astype(np.float32) * (row_scale[:, None] * layer.scale) + layer.bias
 
     assert np.array_equal(layer.run(kernels), expected)
 
@@ -201,7 +185,7 @@ amx.HAS_AMX = True
 kernels = {
     "linear_amx": linear_amx.SIGNATURE,
     "linear_w8a16_amx": linear_amx.SIGNATURE_W8A16,
-    "linear_w8a8_amx": linear_amx.SIGNATURE_W8A8,
+    "linear_w8a8_amx": linear_amx.SIGNATURE_W8A8.format("f4"),
 }
 found = {}
 for name, signature in kernels.items():
