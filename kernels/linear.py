@@ -22,6 +22,7 @@ DEPTH = 2048  # inputs; the part of a tile's weights, 192 KiB, stays in the seco
 GRAIN = 1 << 17  # bytes of weights that are worth a thread
 PACKED_ROWS = 1024  # of a weight, converted at a time
 PACKED_NUMBERS = 1 << 16  # that are worth a thread
+EMBEDDED_NUMBERS = 1 << 12  # that are: each word of a row has a cache line of its own
 
 
 class PackedLinear(NamedTuple):
@@ -185,12 +186,13 @@ def linear_cpu(x: Any, panels: Any, bias: Any, out: Any) -> None:
 
 @njit_inner
 def embed_rows(ids: Any, panels: Any, out: Any, rows: Any) -> None:
-    """Set the rows [first, last) of out."""
-    pair = panels.shape[3]
+    """Set the rows [first, last) of out: the first input of every group, then the second one."""
+    pair, width = panels.shape[3], out.shape[1]
     for i in range(*rows):
-        block, lane = ids[i] // LANES, ids[i] % LANES
-        for k in range(out.shape[1]):
-            out[i, k] = load(panels[block, k // pair, lane, k % pair])
+        weights, lane, target = panels[ids[i] // LANES], ids[i] % LANES, out[i]
+        for j in range(pair):
+            for k in range((width - j + pair - 1) // pair):
+                target[k * pair + j] = load(weights[k, lane, j])
 
 
 EMBEDDING_SIGNATURE = "void(i4[::1],{}[:,:,:,::1],f4[:,::1])"
@@ -199,4 +201,4 @@ EMBEDDING_SIGNATURE = "void(i4[::1],{}[:,:,:,::1],f4[:,::1])"
 @njit
 def embedding_cpu(ids: Any, panels: Any, out: Any) -> None:
     """Set out [n, in_features] to the rows `ids` of a packed weight."""
-    parallel_for(embed_rows, ids.shape[0], num_chunks(out.size, 1 << 14), (ids, panels, out))
+    parallel_for(embed_rows, ids.shape[0], num_chunks(out.size, EMBEDDED_NUMBERS), (ids, panels, out))

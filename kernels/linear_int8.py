@@ -15,7 +15,15 @@ from numpy.typing import NDArray
 from cupaged.jit import njit, njit_inner
 from cupaged.kernels.chunks import num_chunks
 from cupaged.kernels.emit import LANES
-from cupaged.kernels.linear import PACKED_NUMBERS, as_words, multiply, pack_bias, place_row, rows_of
+from cupaged.kernels.linear import (
+    EMBEDDED_NUMBERS,
+    PACKED_NUMBERS,
+    as_words,
+    multiply,
+    pack_bias,
+    place_row,
+    rows_of,
+)
 from cupaged.kernels.parallel import parallel_for
 from cupaged.kernels.quantize import quantize_row, quantize_rows
 
@@ -112,12 +120,13 @@ def linear_w8a8_cpu(
 
 @njit_inner
 def embed_rows(ids: Any, panels: Any, scales: Any, out: Any, rows: Any) -> None:
-    """Set the rows [first, last) of out."""
-    group = panels.shape[3]
+    """Set the rows [first, last) of out: the first input of every group, then the others."""
+    group, width = panels.shape[3], out.shape[1]
     for i in range(*rows):
-        block, lane = ids[i] // LANES, ids[i] % LANES
-        for k in range(out.shape[1]):
-            out[i, k] = np.float32(panels[block, k // group, lane, k % group]) * scales[ids[i]]
+        weights, lane, target, scale = panels[ids[i] // LANES], ids[i] % LANES, out[i], scales[ids[i]]
+        for j in range(group):
+            for k in range((width - j + group - 1) // group):
+                target[k * group + j] = np.float32(weights[k, lane, j]) * scale
 
 
 EMBEDDING_SIGNATURE = "void(i4[::1],i1[:,:,:,::1],f4[::1],f4[:,::1])"
@@ -126,4 +135,4 @@ EMBEDDING_SIGNATURE = "void(i4[::1],i1[:,:,:,::1],f4[::1],f4[:,::1])"
 @njit
 def embedding_int8_cpu(ids: Any, panels: Any, scales: Any, out: Any) -> None:
     """Set out [n, in_features] to the rows `ids` of a packed weight."""
-    parallel_for(embed_rows, ids.shape[0], num_chunks(out.size, 1 << 14), (ids, panels, scales, out))
+    parallel_for(embed_rows, ids.shape[0], num_chunks(out.size, EMBEDDED_NUMBERS), (ids, panels, scales, out))

@@ -157,8 +157,8 @@ def test_no_rows_give_no_rows(path: Path) -> None:
 def test_embedding_returns_the_rows_of_the_same_weight(path: Path, vocab_size: int) -> None:
     weight = random(0, vocab_size, 33)
     packed = pack(path, weight)
-    ids = np.array([0, vocab_size - 1, 31, 32, 31], np.int32)
-    out = np.empty((5, 33), np.float32)
+    ids = np.resize(np.array([0, vocab_size - 1, 31, 32, 31], np.int32), 300)  # in several pieces
+    out = np.empty((300, 33), np.float32)
 
     embedding_cpu(ids, packed.panels, out)
 
