@@ -200,7 +200,7 @@ print(json.dumps(found))
 @pytest.mark.skipif(platform.machine() not in ("x86_64", "AMD64"), reason="LLVM's x86 code, on an x86 CPU")
 def test_kernels_compile_to_the_instructions_for_a_cpu_that_has_them(tmp_path: Path) -> None:
     target = {"NUMBA_CPU_NAME": "sapphirerapids", "NUMBA_CPU_FEATURES": "+amx-tile,+amx-bf16,+amx-int8"}
-    environment = os.environ | target | {"XDG_CACHE_HOME": str(tmp_path)}
+    environment = os.environ | target | {"XDG_CACHE_HOME": str(tmp_path), "NUMBA_DISABLE_JIT": "0"}
 
     result = subprocess.run(
         [sys.executable, "-c", COMPILE], env=environment, capture_output=True, text=True, check=False
