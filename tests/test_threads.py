@@ -109,6 +109,37 @@ def test_who_finds_the_team_at_work_does_its_pieces_alone() -> None:
     assert len(set(others)) == 1
 
 
+@njit_inner
+def meet_range(begun: Any, slow: int, done: Any, bounds: Any) -> None:
+    for i in range(*bounds):
+        begun[i] = 1
+        tries = 0
+        while begun[1 - i] == 0 and tries < 200:  # until another thread has the other piece, if any comes
+            threads._yield()
+            tries += 1
+        for _ in range(100 if i == slow else 0):
+            threads._yield()
+        done[i] = 1
+
+
+@njit
+def meet(begun: Any, slow: int, done: Any) -> None:
+    parallel_for(meet_range, 2, 2, (begun, slow, done))
+
+
+@pytest.mark.parametrize("slow", [0, 1])  # one of which the leader does not have
+def test_a_kernel_ends_when_the_last_thread_has_done_its_piece(
+    slow: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(threads, "available_cpus", lambda: 2)
+    runner = ParallelRunner(2)
+
+    for _ in range(10):
+        done = counts(2)
+        runner.run([(meet, (counts(2), slow, done))])
+        assert done.all()
+
+
 def test_threads_sleep_when_nothing_has_run_for_a_while() -> None:
     code = """
     import os, time

@@ -11,6 +11,7 @@ from cupaged.jit import specialize
 from cupaged.kernels import linear
 from cupaged.kernels.intrinsics import HAS_BF16
 from cupaged.kernels.linear import (
+    PACKED_ROWS,
     PackedLinear,
     embedding_cpu,
     linear_cpu,
@@ -136,6 +137,15 @@ def test_parts_of_any_type_and_layout_are_stacked(path: Path) -> None:
     out = multiply(path, x, pack(path, *parts, bias=[bias[:5], bias[5:].astype(np.float32)]))
 
     assert np.array_equal(out, multiply(path, x, pack(path, stacked, bias=[bias])))
+
+
+def test_parts_of_more_rows_than_are_packed_at_a_time_are_stacked(path: Path) -> None:
+    parts = random(0, PACKED_ROWS + 1, 5), random(1, 2, 5), random(2, PACKED_ROWS, 5), random(3, 1, 5)
+    x = random(4, 3, 5)
+
+    out = multiply(path, x, pack(path, *parts))
+
+    assert np.array_equal(out, np.hstack([multiply(path, x, pack(path, part)) for part in parts]))
 
 
 def test_weights_are_rounded_to_even() -> None:

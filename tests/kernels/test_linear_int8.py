@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 from cupaged.jit import specialize
 from cupaged.kernels import linear_int8
 from cupaged.kernels.intrinsics import HAS_BF16
+from cupaged.kernels.linear import PACKED_ROWS
 from cupaged.kernels.linear_int8 import (
     QuantizedLinear,
     embedding_int8_cpu,
@@ -177,6 +178,14 @@ def test_parts_of_any_type_and_layout_are_stacked(path: Path) -> None:
     assert np.array_equal(out, multiply(path, x, pack(path, stacked, bias=[bias])).out)
 
 
+def test_parts_of_more_rows_than_are_packed_at_a_time_are_stacked(path: Path) -> None:
+    parts, x = (random(0, PACKED_ROWS + 1, 5), random(1, 2, 5)), random(2, 3, 5)
+
+    out = multiply(path, x, pack(path, *parts)).out
+
+    assert np.array_equal(out, np.hstack([multiply(path, x, pack(path, part)).out for part in parts]))
+
+
 def test_what_no_output_and_no_input_has_is_zero(path: Path) -> None:
     packed = pack(path, random(0, 21, 33))
 
@@ -185,6 +194,7 @@ def test_what_no_output_and_no_input_has_is_zero(path: Path) -> None:
     assert not rows[21:].any()
     assert not rows[:, 33:].any()
     assert not packed.scales[21:].any()
+    assert not packed.begin[21:].any()
 
 
 @pytest.mark.parametrize("bad", [np.nan, -np.inf])
