@@ -4,7 +4,7 @@ A pool that sleeps between them (TBB, OpenMP with passive waits) wakes in 10 mic
 small model's layer takes, so one core does nearly all; one that spins for ever (OpenMP with active waits)
 starves its neighbours. These threads spin while an engine runs, yield soon, and sleep when it is idle.
 Work is handed out piece by piece, so whoever is late, or kept from its core, holds up nobody but with the
-piece that it has.
+piece that it has. Who finds none left fetches the weights that a recording will want next.
 
 A leader, the thread that runs a kernel, opens a job and takes pieces like the others. The team's state is
 words in memory that compiled code finds by the name of a symbol, so it may lie in the on-disk cache.
@@ -13,8 +13,8 @@ words in memory that compiled code finds by the name of a symbol, so it may lie 
 import os
 import sys
 import threading
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
 from math import ceil
 from pathlib import Path
 from typing import Any
@@ -28,6 +28,7 @@ from numba.core import types
 from numba.extending import intrinsic, overload
 
 from cupaged.jit import njit, specialize
+from cupaged.recording import AHEAD, AHEAD_END, ARGUMENTS, ENTRY, ENTRY_TYPE, Call, Recording
 
 # ruff: noqa: ARG001  (Numba knows an operation's arguments by the parameters of the function that types it)
 
@@ -41,14 +42,18 @@ NEXT = 16  # the piece that nobody has taken yet
 INSIDE = 32  # threads that look at the job
 JOB = 48  # odd while it is open; the next four belong to it
 TASK, DATA, PIECES, LIMIT = 49, 50, 51, 52
-NUM_WORDS = 64
+FETCH, FETCH_END = 64, 65  # addresses: what nobody has fetched yet
+NUM_WORDS = 80
 SYMBOL = "cupaged_team"
 
+LINE = 64  # bytes that one instruction fetches
+FETCHED = 32 * LINE  # between two looks for work
 SPINS = 2000  # pauses, some 50 microseconds, before a thread that waits yields its core
 PATIENCE = 4000  # pauses and yields, some milliseconds at least, before one that has no work goes to sleep
 
 _INT = ir.IntType(64)
-_TASK = ir.FunctionType(ir.VoidType(), [ir.IntType(8).as_pointer(), _INT])
+_POINTER = ir.IntType(8).as_pointer()
+_TASK = ir.FunctionType(ir.VoidType(), [_POINTER, _INT])
 _memory = np.zeros(NUM_WORDS + 16, np.int64)
 _words = _memory[-_memory.ctypes.data % 128 // 8 :][:NUM_WORDS]
 _words[LIMIT] = 1
@@ -109,10 +114,30 @@ def _type_pause(_context: Any) -> Any:
 def _type_do_piece(_context: Any, task: Any, data: Any, piece: Any) -> Any:
     def emit(context: Any, builder: Any, _signature: Any, args: Any) -> Any:
         function = builder.inttoptr(args[0], _TASK.as_pointer())
-        builder.call(function, [builder.inttoptr(args[1], ir.IntType(8).as_pointer()), args[2]])
+        builder.call(function, [builder.inttoptr(args[1], _POINTER), args[2]])
         return context.get_dummy_value()
 
     return types.void(types.int64, types.int64, types.int64), emit
+
+
+def _type_enter(_context: Any, entry: Any, arguments: Any) -> Any:
+    def emit(_context: Any, builder: Any, _signature: Any, args: Any) -> Any:
+        function = builder.inttoptr(args[0], ENTRY_TYPE.as_pointer())
+        return builder.call(function, [builder.inttoptr(args[1], _INT.as_pointer())])
+
+    return types.int32(types.int64, types.int64), emit
+
+
+def _type_fetch(_context: Any, address: Any) -> Any:
+    def emit(context: Any, builder: Any, _signature: Any, args: Any) -> Any:
+        number = ir.IntType(32)
+        kind = ir.FunctionType(ir.VoidType(), [_POINTER, number, number, number])
+        function = cgutils.get_or_insert_function(builder.module, kind, "llvm.prefetch.p0")
+        # To read, into all but the first of the caches, data; any address will do.
+        builder.call(function, [builder.inttoptr(args[0], _POINTER), number(0), number(2), number(1)])
+        return context.get_dummy_value()
+
+    return types.void(types.int64), emit
 
 
 _load: Any = intrinsic(_type_load)
@@ -121,6 +146,8 @@ _add: Any = intrinsic(_type_add)  # returns what was there
 _claim: Any = intrinsic(_type_claim)  # sets a word that is 0 to 1; returns whether it was 0
 _pause: Any = intrinsic(_type_pause)
 _do_piece: Any = intrinsic(_type_do_piece)
+_enter: Any = intrinsic(_type_enter)  # returns 0 unless the kernel failed
+_fetch: Any = intrinsic(_type_fetch)
 _yield: Any = types.ExternalFunction(
     "SwitchToThread" if sys.platform == "win32" else "sched_yield", types.int32()
 )
@@ -134,6 +161,16 @@ def num_team_threads() -> int:
 @overload(num_team_threads)
 def _num_team_threads() -> Any:
     return lambda: _load(LIMIT)
+
+
+def claim_ahead(num_bytes: int) -> int:
+    """Return where so many bytes begin that a recording reads next, for the caller to fetch; 0 if none."""
+    return 0
+
+
+@overload(claim_ahead, strict=False)
+def _claim_ahead(num_bytes: int) -> Any:
+    return lambda num_bytes: _add(FETCH, num_bytes) if _load(FETCH) < _load(FETCH_END) else 0
 
 
 @njit
@@ -181,13 +218,29 @@ def _follow(number: int) -> None:
                 done, idle = job, 0
             _add(INSIDE, -1)
             continue
+        if _load(FETCH) < _load(FETCH_END):
+            first = _add(FETCH, FETCHED)
+            for place in range(first, first + FETCHED, LINE):
+                _fetch(place)
+            continue
         _pause()
         idle += 1
         if idle > SPINS:
             _yield()
 
 
-Call = tuple[Callable[..., None], Sequence[Any]]  # a kernel and its arguments
+@njit
+def play_table(table: Any) -> int:
+    """Make the calls of a recording's table; return the index of one that failed, or -1."""
+    for i in range(table.shape[0]):
+        if table[i, AHEAD_END] > 0:
+            _store(FETCH_END, 0)
+            _store(FETCH, table[i, AHEAD])
+            _store(FETCH_END, table[i, AHEAD_END])
+        if _enter(table[i, ENTRY], table[i, ARGUMENTS]) != 0:
+            return i
+    return -1
+
 
 _lock = threading.RLock()  # one engine's kernels at a time
 _wake = threading.Condition()
@@ -248,19 +301,37 @@ class ParallelRunner:
 
     def __init__(self, num_threads: int | None = None) -> None:
         specialize(_follow, "void(i8)")
+        specialize(play_table, "i8(i8[:,::1])")
         limit = available_cpus()
         self.num_threads = limit if num_threads is None else min(num_threads, limit)
 
-    def run(self, calls: Sequence[Call]) -> None:
+    def run(self, calls: Iterable[Call]) -> None:
         """Call the kernels one after the other."""
+        with self._team():
+            for kernel, args in calls:
+                kernel(*args)
+
+    def play(self, recording: Recording) -> None:
+        """Make the calls of a recording."""
+        if recording.table is None:
+            self.run(recording.calls)
+            return
+        with self._team():
+            failed = play_table(recording.table)
+        if failed >= 0:
+            self.run(recording.calls[failed : failed + 1])  # which says what is wrong
+            raise RuntimeError(f"call {failed} of {len(recording.calls)} of a recording failed")
+
+    @contextmanager
+    def _team(self) -> Iterator[None]:
+        """Have the team at this thread's disposal."""
         with _lock:
             if self.num_threads > 1 and not numba.config.DISABLE_JIT:
                 _hire(self.num_threads)
                 _set_running(True)
             limit, _words[LIMIT] = _words[LIMIT], self.num_threads
             try:
-                for kernel, args in calls:
-                    kernel(*args)
+                yield
             finally:
                 _words[LIMIT] = limit
                 _set_running(False)

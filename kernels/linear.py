@@ -17,6 +17,7 @@ from cupaged.kernels.chunks import num_chunks
 from cupaged.kernels.emit import LANES
 from cupaged.kernels.linear_tile import MOST_BLOCKS, MOST_ROWS, Places, multiply_tile
 from cupaged.kernels.parallel import parallel_for
+from cupaged.threads import claim_ahead, num_team_threads
 
 DEPTH = 2048  # inputs; the part of a tile's weights, 192 KiB, stays in the second-level cache for all rows
 GRAIN = 1 << 17  # bytes of weights that are worth a thread
@@ -142,13 +143,20 @@ def multiply_tiles(x: Any, panels: Any, terms: Any, out: Any, tiles: Any) -> Non
     x_flat, weight, out_flat = x.reshape(-1), panels.reshape(-1), out.reshape(-1)
     stride = panels.size // panels.shape[0]  # from block to block
     block, last = tiles[0] * MOST_BLOCKS, min(tiles[1] * MOST_BLOCKS, panels.shape[0])
+    others = (num_team_threads() - 1) * (last - block)  # the blocks that they will have taken by then
     while block < last:
         blocks = MOST_BLOCKS if block + MOST_BLOCKS <= last else 1
         column = block * LANES
         for k in range(0, in_features, DEPTH):
             depth, start = min(DEPTH, in_features - k), block * stride + k * LANES
             is_last = k + depth == in_features
-            ahead = (block + blocks) * stride if is_last else start + depth * LANES
+            ahead = start + depth * LANES
+            if is_last:
+                after = block + blocks + (others if block + blocks == last else 0)
+                ahead = after * stride
+                if after >= panels.shape[0]:
+                    place = claim_ahead(blocks * stride * panels.itemsize)
+                    ahead = (place - panels.ctypes.data) // panels.itemsize if place > 0 else start
             at = Places(
                 row=0,
                 column=column,

@@ -14,7 +14,7 @@ the kernels is Python, the scheduler, the sampler and the calls themselves. The 
 import argparse
 import json
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from statistics import median, median_low
@@ -22,8 +22,12 @@ from time import perf_counter
 from typing import Any, NamedTuple
 from unittest.mock import patch
 
+import numpy as np
+from numpy.typing import NDArray
+
 from cupaged.engine.llm_engine import LLMEngine
-from cupaged.threads import Call, ParallelRunner
+from cupaged.recording import Call, Recording
+from cupaged.threads import ParallelRunner, play_table
 from tools.cpu_steps import (
     add_arguments,
     batches_of,
@@ -72,15 +76,28 @@ def timed_kernels() -> Iterator[list[Timed]]:
     found: list[Timed] = []
     run = ParallelRunner.run
 
-    def call(kernel: Callable[..., None], args: Sequence[Any]) -> None:
+    def call(kernel: Callable[..., None], args: Sequence[Any], row: NDArray[np.int64] | None = None) -> None:
         start = perf_counter()
-        kernel(*args)
+        if row is None:
+            kernel(*args)
+        else:
+            play_table(row)
         found.append(Timed(kernel, args, perf_counter() - start))
 
-    def timed(runner: ParallelRunner, calls: Sequence[Call]) -> None:
-        run(runner, ((call, each) for each in calls))  # type: ignore[arg-type]  # it only loops over them
+    def timed_run(runner: ParallelRunner, calls: Iterable[Call]) -> None:
+        run(runner, ((call, each) for each in calls))
 
-    with patch.object(ParallelRunner, "run", timed):
+    def timed_play(runner: ParallelRunner, recording: Recording) -> None:
+        if recording.table is None:
+            timed_run(runner, recording.calls)
+        else:
+            rows = recording.table.reshape(-1, 1, recording.table.shape[1])
+            run(runner, ((call, (*each, row)) for each, row in zip(recording.calls, rows, strict=True)))
+
+    with (
+        patch.object(ParallelRunner, "run", timed_run),
+        patch.object(ParallelRunner, "play", timed_play),
+    ):
         yield found
 
 

@@ -145,6 +145,9 @@ class Backend(Protocol):
     def run_forward(self, batch: Batch, forward: Callable[[], Array]) -> Array:
         """Return forward(), which depends on the uploaded batch alone; or replay it, recorded earlier."""
 
+    def run_sampling(self, batch: Batch, hidden: Array, sample: Callable[[], Any]) -> Any:
+        """Return sample(), which depends on the batch and what run_forward returned alone; or replay it."""
+
     def begin_layer(self) -> None: ...
 
     def rewind_layer(self) -> None:

@@ -145,7 +145,13 @@ class CpuBackend:
 
     def run_forward(self, batch: Batch, forward: Callable[[], Array]) -> Array:
         """Return forward(), or make the same calls of kernels that it made for such a batch before."""
-        return forward() if self._arena.measuring else self._replay.run_forward(batch, forward)
+        return forward() if self._arena.measuring else self._replay.run_part("forward", batch, forward)
+
+    def run_sampling(self, batch: Batch, hidden: Array, sample: Callable[[], Any]) -> Any:
+        """Return sample(), or make the same calls of kernels, where each sequence samples, and any token."""
+        if self._arena.measuring or batch.banned.size or batch.num_logits != batch.num_seqs:
+            return sample()
+        return self._replay.run_part("sampling", batch, sample, hidden)
 
     def begin_layer(self) -> None:
         """Free the results of the layer before the last one."""
@@ -190,7 +196,7 @@ class CpuBackend:
     def linear(self, x: Array, weight: Matrix) -> Array:
         """Return x @ weight.T + bias."""
         out = self._arena.take((x.shape[0], weight.out_features), np.float32)
-        self._run(*weight.form.multiply(x, weight.packed, out, self._arena.take))
+        self._run(*weight.form.multiply(x, weight.packed, out, self._arena.take), reads=weight.packed.panels)
         return out
 
     def logits(self, x: Array, weight: Matrix) -> Array:
@@ -308,10 +314,10 @@ class CpuBackend:
         """Set last_token[row] for the sequences that sampled."""
         self._run(rows.store_last_tokens_cpu, batch.rows, batch.flags, token_ids, last_token)
 
-    def _run(self, kernel: Callable[..., None], *args: Any) -> None:
-        """Run a kernel on this backend's threads; not while only sizes are counted."""
+    def _run(self, kernel: Callable[..., None], *args: Any, reads: Array | None = None) -> None:
+        """Run a kernel on this backend's threads; not while only sizes are counted. reads: its weights."""
         if not self._arena.measuring:
-            self._replay.run((kernel, tuple(map(_bits, args))))
+            self._replay.run((kernel, tuple(map(_bits, args))), reads)
 
 
 def _bits(array: Any) -> Any:

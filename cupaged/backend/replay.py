@@ -3,69 +3,80 @@
 Python spends as long on a small step's three hundred calls as memory does on its weights: cutting results
 from the arena, reshaping them, finding the next layer. A step that has the shape of an earlier one, in the
 same batch buffer and from the same place in the arena, makes the same calls with the same arrays; only the
-numbers in them differ. What CUDA graphs are to a GPU.
+numbers in them differ. What CUDA graphs are to a GPU. A step has two such parts: its forward, and sampling.
 """
 
 from collections import OrderedDict
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from cupaged.backend.arena import Arena, ArenaState
 from cupaged.backend.base import Array
 from cupaged.batch import Batch
-from cupaged.threads import Call, ParallelRunner
+from cupaged.recording import Call, Recording
+from cupaged.threads import ParallelRunner
 
-MOST_KEPT = 16  # forwards; one of a small model is some 300 calls
+MOST_KEPT = 32  # parts; a forward of a small model is some 300 calls
 
 
-class Recorded(NamedTuple):
-    """A forward that has run."""
+class Step(NamedTuple):
+    """A part of a step that has run; all that its key tells by an id is kept."""
 
     batch: Batch  # whose arrays the calls read
-    calls: list[Call]
-    hidden: Array  # what it returned: the same place in the arena after each replay
+    inputs: tuple[Array, ...]
+    recording: Recording
+    result: Any  # what it returned: the same places in the arena after each replay
     before: ArenaState
     after: ArenaState
 
 
 class Replay:
-    """Runs kernels; keeps those of a forward, and runs them again for a batch of the same shape."""
+    """Runs kernels; keeps those of a forward or of what samples, and runs them again for such a batch."""
 
     def __init__(self, runner: ParallelRunner, arena: Arena) -> None:
         self._runner = runner
         self._arena = arena
-        self._calls: list[Call] | None = None  # of the forward that is being recorded
-        self._recorded: OrderedDict[tuple[int, ...], Recorded] = OrderedDict()
+        self._calls: list[Call] | None = None  # of what is being recorded
+        self._reads: list[Array | None] = []
+        self._steps: OrderedDict[tuple[Any, ...], Step] = OrderedDict()
+        self._last: Recording | None = None
 
-    def run(self, call: Call) -> None:
-        """Run a kernel."""
+    def run(self, call: Call, reads: Array | None = None) -> None:
+        """Run a kernel, which streams the weights `reads` from memory."""
         self._runner.run([call])
         if self._calls is not None:
             self._calls.append(call)
+            self._reads.append(reads)
 
-    def run_forward(self, batch: Batch, forward: Callable[[], Array]) -> Array:
-        """Return forward(), or make the calls that it made for such a batch before."""
+    def run_part(self, name: str, batch: Batch, part: Callable[[], Any], *inputs: Array) -> Any:
+        """Return part(), or make the calls that it made for such a batch before, and the same inputs."""
         if not batch.num_decodes == batch.num_seqs == batch.num_tokens:
-            return forward()  # seldom has a second of its shape, and is long enough
-        arena, key = self._arena, _shape(batch)
-        if (found := self._recorded.get(key)) and found.before == arena.state():
-            self._recorded.move_to_end(key)
-            self._runner.run(found.calls)
+            return part()  # seldom has a second of its shape, and is long enough
+        arena, key = self._arena, (name, *_shape(batch), *map(id, inputs))
+        if (found := self._steps.get(key)) and found.before == arena.state():
+            self._steps.move_to_end(key)
+            self._last = found.recording
+            self._runner.play(found.recording)
             arena.restore(found.after)
-            return found.hidden
-        before, self._calls = arena.state(), []
+            return found.result
+        before, self._calls, self._reads = arena.state(), [], []
         try:
-            hidden = forward()
-            self._recorded[key] = Recorded(batch, self._calls, hidden, before, arena.state())
+            result = part()
+            recording = Recording(self._calls, self._reads)
         finally:
             self._calls = None
-        if len(self._recorded) > MOST_KEPT:
-            self._recorded.popitem(last=False)
-        return hidden
+        if self._last is not None:  # the parts take turns, whatever their shapes
+            recording.follow(self._last)
+            self._last.follow(recording)
+        self._last = recording
+        self._steps[key] = Step(batch, inputs, recording, result, before, arena.state())
+        if len(self._steps) > MOST_KEPT:
+            self._steps.popitem(last=False)
+        return result
 
 
 def _shape(batch: Batch) -> tuple[int, ...]:
-    """Return what decides where a batch's arrays lie and how large they are, as far as a forward reads them.
+    """Return what decides where a batch's arrays lie and how large they are, as far as such parts read them.
 
     The buffer is told by its id: as long as a record keeps its arrays, no other can have that.
     """

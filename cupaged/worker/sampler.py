@@ -1,6 +1,7 @@
 """Sampler: from a step's hidden states to its StepOutput, logits in chunks of bounded memory."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -58,10 +59,18 @@ class Sampler:
 
     def sample(self, hidden: Array, batch: Batch, host: Batch) -> SampledStep:
         """Sample the rows of logit_index; `host` is `batch` on the host. hidden [num_tokens, hidden_size]."""
-        backend = self._backend
-        token_ids = self._token_ids[: batch.num_seqs]  # undefined where a sequence does not sample
         wanted = _num_top(host)
-        num_top = int(wanted.max(initial=-1))
+        sample = partial(self._sample, hidden, batch, host, wanted)
+        has_logprobs = wanted.max(initial=-1) >= 0
+        chunks = sample() if has_logprobs else self._backend.run_sampling(batch, hidden, sample)
+        return SampledStep(host, self._backend.fetch(self._token_ids[: batch.num_seqs]), chunks, wanted)
+
+    def _sample(
+        self, hidden: Array, batch: Batch, host: Batch, wanted: NDArray[np.int32]
+    ) -> list[LogprobChunk]:
+        """Set token_ids and last_token, undefined where a sequence does not sample."""
+        backend = self._backend
+        token_ids, num_top = self._token_ids[: batch.num_seqs], int(wanted.max(initial=-1))
         chunks: list[LogprobChunk] = []
         backend.begin_layer()
         for first in range(0, host.num_logits, LOGITS_CHUNK):
@@ -74,7 +83,7 @@ class Sampler:
                 arrays = backend.logprobs(logits, batch, first, token_ids, min(num_top, logits.shape[1]))
                 chunks.append(LogprobChunk(keep, *map(backend.fetch, arrays)))
         backend.store_last_tokens(batch, token_ids, self.last_token)
-        return SampledStep(host, backend.fetch(token_ids), chunks, wanted)
+        return chunks
 
 
 def _num_top(host: Batch) -> NDArray[np.int32]:

@@ -59,8 +59,12 @@ class LateBackend(CpuBackend):
         """Return forward(), which has begun; a replay would need that it has run."""
         return forward()
 
-    def _run(self, kernel: Callable[..., None], *args: Any) -> None:
-        self._begin(partial(super()._run, kernel, *args))
+    def run_sampling(self, batch: Batch, hidden: Array, sample: Callable[[], Any]) -> Any:  # noqa: ARG002
+        """Return sample(), likewise."""
+        return sample()
+
+    def _run(self, kernel: Callable[..., None], *args: Any, reads: Array | None = None) -> None:
+        self._begin(partial(super()._run, kernel, *args, reads=reads))
 
     def _begin(self, work: Callable[[], None]) -> None:
         if not self._arena.measuring:

@@ -29,7 +29,7 @@ class Machine:
 
     def step(self, batch: Batch) -> Array:
         self.arena.begin_forward()
-        return self.replay.run_forward(batch, self.forward(batch))
+        return self.replay.run_part("forward", batch, self.forward(batch))
 
     def forward(self, batch: Batch) -> Callable[[], Array]:
         def run() -> Array:
@@ -98,7 +98,7 @@ def test_a_step_that_begins_elsewhere_in_the_arena_runs_its_forward() -> None:
 
     machine.arena.begin_forward()
     before = machine.arena.take((1,), np.int32)
-    out = machine.replay.run_forward(batch, machine.forward(batch))
+    out = machine.replay.run_part("forward", batch, machine.forward(batch))
 
     assert machine.num_forwards == 2
     assert not np.shares_memory(before, out)
@@ -112,7 +112,7 @@ def test_what_broke_off_is_not_kept() -> None:
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        machine.replay.run_forward(batch, fail)
+        machine.replay.run_part("forward", batch, fail)
     machine.step(batch)
 
     assert machine.num_forwards == 1

@@ -1,0 +1,126 @@
+"""Recordings: kernel calls with their arguments, which compiled code makes one after the other.
+
+Python would take a microsecond for each of a step's three hundred calls. Here a call is a row of a table: the
+address of an entry, which is code that unpacks a kernel's arguments and calls it, and where they lie.
+"""
+
+from collections.abc import Callable, Sequence
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+from llvmlite import ir
+from numba import typeof as _typeof
+from numba.core import types
+from numba.core.compiler_lock import global_compiler_lock as _global_compiler_lock
+from numba.core.dispatcher import Dispatcher
+from numpy.typing import NDArray
+
+typeof: Any = _typeof  # untyped
+global_compiler_lock: Any = _global_compiler_lock
+Call = tuple[Callable[..., None], Sequence[Any]]  # a kernel and its arguments
+Array = NDArray[Any]
+
+ENTRY, ARGUMENTS, AHEAD, AHEAD_END = range(4)  # columns of a table
+MOST_AHEAD = 16 << 20  # bytes; what lies behind a matrix is mostly what is wanted after it
+
+_WORD = ir.IntType(64)
+ENTRY_TYPE = ir.FunctionType(ir.IntType(32), [_WORD.as_pointer()])
+_entries: dict[Any, int] = {}  # addresses, by the library of the compiled kernel
+
+
+class Recording:
+    """Calls that can be made again. They keep their arrays; only what these hold may change."""
+
+    def __init__(self, calls: Sequence[Call], reads: Sequence[Array | None]) -> None:
+        """Take the calls; `reads` has the weights that each streams from memory, if any."""
+        self.calls = calls
+        self.reads = [(i, array) for i, array in enumerate(reads) if array is not None]
+        self.table: NDArray[np.int64] | None = None  # [calls, 4], or None: a kernel is not compiled
+        if all(isinstance(kernel, Dispatcher) for kernel, _ in calls):
+            self._fill_table()
+
+    def follow(self, other: "Recording") -> None:
+        """Have this one's first weights fetched when the other one has read its last."""
+        if self.reads and other.reads and other.table is not None:
+            _fetch_ahead(other.table[other.reads[-1][0]], self.reads[0][1])
+
+    def _fill_table(self) -> None:
+        compiled = [_compiled(kernel, args) for kernel, args in self.calls]
+        arguments = [
+            np.array(
+                [word for pair in zip(args, kernel.signature.args, strict=True) for word in _words(*pair)]
+            )
+            for kernel, (_, args) in zip(compiled, self.calls, strict=True)
+        ]
+        _make_entries(compiled)
+        self._arguments = np.concatenate(arguments)  # which the table points to
+        self.table = np.zeros((len(self.calls), 4), np.int64)
+        self.table[:, ENTRY] = [_entries[kernel.library] for kernel in compiled]
+        first = np.cumsum([0, *map(len, arguments[:-1])])
+        self.table[:, ARGUMENTS] = self._arguments.ctypes.data + first * self._arguments.itemsize
+        for (i, _), (_, array) in pairwise(self.reads):
+            _fetch_ahead(self.table[i], array)
+
+
+def _fetch_ahead(row: NDArray[np.int64], array: Array) -> None:
+    """Have `array` fetched, from the row's call on, by threads that find nothing to do."""
+    row[AHEAD], row[AHEAD_END] = array.ctypes.data, array.ctypes.data + MOST_AHEAD
+
+
+def _compiled(kernel: Any, args: Sequence[Any]) -> Any:
+    """Return what the kernel was compiled to for such arguments."""
+    given = [typeof(arg) for arg in args]
+    context = kernel.targetdescr.typing_context
+    for declared, compiled in kernel.overloads.items():
+        if all(context.can_convert(*pair) is not None for pair in zip(given, declared, strict=True)):
+            return compiled
+    raise TypeError(f"{kernel.__name__} is not compiled for {given}; add it to backend/cpu_kernels.py")
+
+
+def _words(value: Any, kind: Any) -> list[int]:
+    """Return the 64-bit words in which an entry finds an argument of that type."""
+    if isinstance(kind, types.Array):
+        return [0, 0, value.size, value.itemsize, value.ctypes.data, *value.shape, *value.strides]
+    if isinstance(kind, types.Float):
+        return [int(np.array([value, 0], f"f{kind.bitwidth // 8}").view(np.int64)[0])]
+    return [int(value)]  # integers and booleans
+
+
+@global_compiler_lock  # type: ignore[untyped-decorator]
+def _make_entries(compiled: Sequence[Any]) -> None:
+    """Write the entries of those kernels that have none."""
+    new = {kernel.library: kernel for kernel in compiled if kernel.library not in _entries}
+    if not new:
+        return
+    library = compiled[0].target_context.codegen().create_library("cupaged.entries")
+    module = library.create_ir_module("cupaged.entries")
+    names = {each: f"entry_of_{kernel.fndesc.mangled_name}" for each, kernel in new.items()}
+    for each, name in names.items():
+        _emit_entry(ir.Function(module, ENTRY_TYPE, name), new[each])
+    library.add_ir_module(module)
+    library.finalize()
+    _entries.update((each, library.get_pointer_to_function(name)) for each, name in names.items())
+    _libraries.append(library)
+
+
+_libraries: list[Any] = []  # whose code is in use
+
+
+def _emit_entry(entry: Any, kernel: Any) -> None:
+    """Write the code that calls a kernel with the arguments that lie where it is told; 0 unless it fails."""
+    context, kinds = kernel.target_context, kernel.signature.args
+    builder = ir.IRBuilder(entry.append_basic_block())
+    values, first = [], 0
+    for kind in kinds:
+        model = context.data_model_manager[kind]
+        place = builder.gep(entry.args[0], [_WORD(first)])
+        pointer = builder.bitcast(place, model.get_data_type().as_pointer())
+        values.append(model.load_from_data_pointer(builder, pointer, align=8))
+        first += -(-context.get_abi_sizeof(model.get_data_type()) // 8)
+    convention = context.call_conv
+    function = convention.get_function_type(types.none, kinds).as_pointer()
+    address = kernel.library.get_pointer_to_function(kernel.fndesc.llvm_func_name)
+    callee = builder.inttoptr(_WORD(address), function)
+    status, _ = convention.call_function(builder, callee, types.none, kinds, values)
+    builder.ret(status.code)
