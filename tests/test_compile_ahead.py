@@ -9,10 +9,11 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import numba
 import pytest
 
 from cupaged import compile_ahead
-from cupaged.compile_ahead import Compilation, Task, count_functions
+from cupaged.compile_ahead import Compilation, Task, compile_all, count_functions
 
 SOURCE = """
 import time
@@ -118,6 +119,42 @@ def test_what_a_process_could_not_compile_this_one_does(functions: ModuleType) -
 def test_without_a_folder_for_the_cache_this_process_compiles(functions: ModuleType) -> None:
     assert run(tasks(functions)) == 0
     assert functions.add(3) == 7
+
+
+def test_where_the_compiler_is_off_no_process_starts(
+    functions: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(numba.config, "DISABLE_JIT", 1)
+
+    with Compilation(tasks(functions), 2) as compilation:
+        assert compilation._processes == []
+
+
+@pytest.mark.parametrize(("num_cpus", "expected"), [(1, 0), (2, 0), (3, 2), (64, 63)])
+def test_one_processor_is_left_and_one_process_would_be_no_faster(
+    num_cpus: int, expected: int, functions: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = []
+
+    class Noting(Compilation):
+        def __init__(self, tasks: list[Task], num_processes: int) -> None:
+            asked.append((tasks, num_processes))
+            super().__init__([], 0)
+
+    monkeypatch.setattr(compile_ahead, "available_cpus", lambda: num_cpus)
+    monkeypatch.setattr(compile_ahead, "Compilation", Noting)
+
+    compile_all("Compiling", [(functions.add, "i8(i8)")])
+
+    assert asked == [([Task(functions.add, "i8(i8)")], expected)]
+
+
+def test_no_file_stays_open(functions: ModuleType) -> None:
+    before = os.listdir("/dev/fd")
+
+    run(tasks(functions))
+
+    assert os.listdir("/dev/fd") == before
 
 
 def test_leaving_ends_the_processes(functions: ModuleType) -> None:

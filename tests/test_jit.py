@@ -4,11 +4,16 @@ import os
 import shutil
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
+import llvmlite.binding
 import numba
 import pytest
+from numba.core.dispatcher import Dispatcher
 
 from cupaged import jit
 from cupaged.jit import cache_dir, njit, source_files, specialize
@@ -67,6 +72,29 @@ def test_edit_elsewhere_compiles_nothing_again(package: Path) -> None:
     (package / "stranger.py").write_text("x = 1\n")
 
     assert run(package, ASK) == "1 1"
+
+
+@pytest.mark.parametrize(
+    ("place", "name", "other"),
+    [
+        (numba, "__version__", "0.1"),
+        (jit, "llvmlite_version", "0.1"),
+        (sys, "version", "2.7"),
+        (llvmlite.binding, "get_host_cpu_name", lambda: "z80"),
+        (llvmlite.binding, "get_host_cpu_features", lambda: SimpleNamespace(flatten=lambda: "+none")),
+    ],
+    ids=["numba", "llvm", "python", "cpu", "features"],
+)
+def test_another_compiler_or_cpu_has_another_cache(
+    place: Any, name: str, other: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    key = jit.source_key.__wrapped__
+    before = key(Path(__file__))
+    assert key(Path(__file__)) == before
+
+    monkeypatch.setattr(place, name, other)
+
+    assert key(Path(__file__)) != before
 
 
 IS_COMPILED = """
@@ -145,6 +173,17 @@ def test_folders_long_unused_are_removed_when_a_new_one_is_made(package: Path) -
     assert (used | {numba_dir / "recent"}) <= set(numba_dir.iterdir())
 
 
+def test_folder_that_is_used_does_not_grow_old(package: Path) -> None:
+    run(package, "import cupaged.caller")
+    numba_dir = package.parent.parent / "cache" / "cupaged" / "numba"
+    for folder in numba_dir.iterdir():
+        os.utime(folder, (time.time() - 40 * 86400,) * 2)
+
+    run(package, "import cupaged.caller")
+
+    assert all(time.time() - folder.stat().st_mtime < 86400 for folder in numba_dir.iterdir())
+
+
 def test_home_that_cannot_be_written_still_compiles(package: Path) -> None:
     (package.parent.parent / "cache").touch()  # a file where the folder would be
 
@@ -192,6 +231,44 @@ def test_specialized_function_takes_contiguous_arrays_for_strided_ones_and_nothi
     if not numba.config.DISABLE_JIT:  # type: ignore[attr-defined]
         with pytest.raises(TypeError, match="No matching definition"):
             first(np.ones(3, np.float64))
+
+
+def test_two_threads_may_specialize_one_function_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    second_inside, first_done = threading.Event(), threading.Event()
+    compile_now, failed = Dispatcher.compile, []
+
+    def compile_slowly(self: Any, signature: str) -> Any:
+        if signature == "f4(f4)":
+            second_inside.wait(0.3)
+        else:
+            second_inside.set()
+            first_done.wait(0.3)
+        return compile_now(self, signature)
+
+    @njit
+    def double(x: float) -> float:
+        return x + x
+
+    def specialize_for(signature: str, done: threading.Event) -> None:
+        try:
+            specialize(double, signature)
+        except RuntimeError as error:
+            failed.append(error)
+        done.set()
+
+    monkeypatch.setattr(Dispatcher, "compile", compile_slowly)
+    first, second = (
+        threading.Thread(target=specialize_for, args=args)
+        for args in (("f4(f4)", first_done), ("f8(f8)", threading.Event()))
+    )
+    first.start()
+    time.sleep(0.05)
+    second.start()
+    first.join()
+    second.join()
+
+    assert failed == []
+    assert double(1.5) == 3
 
 
 def test_function_that_others_call_is_compiled_for_python_when_python_calls_it() -> None:

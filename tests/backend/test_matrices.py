@@ -70,6 +70,25 @@ def test_what_embedding_returns_is_what_linear_multiplies_by(dtype: str, quantiz
     np.testing.assert_allclose(backend.linear(x, handle).T, rows, rtol=1e-6)
 
 
+def test_parts_of_bfloat16_do_not_round_those_of_float32() -> None:
+    weights = [random(16, HIDDEN, kind=kind) for kind in (ml_dtypes.bfloat16, np.float32)]
+    single, half = np.dtype(np.float32), np.dtype(ml_dtypes.bfloat16)
+
+    assert choose_form(weights, single, single, None).arrays(32, HIDDEN)[0][1] == single
+    assert choose_form(weights[:1], single, single, None).arrays(16, HIDDEN)[0][1] == half
+
+
+@pytest.mark.parametrize("quantization", FORMS)
+@pytest.mark.parametrize("in_features", [1, 37, 38, 39])
+def test_any_number_of_inputs_is_multiplied(in_features: int, quantization: Any) -> None:
+    backend, weight, x = create(quantization=quantization), random(VOCAB, in_features), random(9, in_features)
+
+    out = backend.linear(x, backend.prepare_linear([{"weight": weight}]))
+
+    exact = x @ weight.T
+    assert np.sqrt(np.mean((out - exact) ** 2) / np.mean(exact**2)) < 0.02
+
+
 @pytest.mark.parametrize("quantization", FORMS)
 def test_logits_are_near_those_of_the_weights_as_they_were(quantization: Any) -> None:
     backend, weight, x = create(quantization=quantization), random(VOCAB, HIDDEN), random(9, HIDDEN)

@@ -14,6 +14,7 @@ from cupaged.kernels.attention_plan import (
     END,
     FIRST,
     KV_HEAD,
+    MOST_SLOTS,
     POSITION,
     SEQ,
     SLOT,
@@ -104,6 +105,15 @@ def test_short_decode_stays_on_one_thread(length: int) -> None:
 
     assert made.cuts.tolist() == [0, 3]
     assert made.slots == 0
+
+
+def test_records_that_wait_to_be_added_are_limited() -> None:
+    most = MOST_SLOTS // 9  # splits of one query, of 3 * 3 heads
+
+    assert plan([(1, most * SPLIT)]).slots == most * 9
+    beyond = plan([(1, most * SPLIT + 1)])
+    assert beyond.slots == 0
+    assert beyond.units[:3, END].tolist() == [most + 1] * 3
 
 
 def test_step_without_tokens_has_no_units() -> None:

@@ -51,6 +51,13 @@ def test_sliding_window_cuts_as_dense_attention_does(sliding_window: int) -> Non
     assert_close(case.prefill(), case.dense())
 
 
+@pytest.mark.parametrize("sliding_window", [1, 2, 3, 4])
+def test_queries_of_a_tile_may_see_no_token_in_common(sliding_window: int) -> None:
+    case = PagedCase((SPLIT + 20,), 2, 2, 20, sliding_window=sliding_window)
+
+    assert_close(case.prefill(), case.dense())
+
+
 @pytest.mark.parametrize("kv_dtype", KV_DTYPES)
 @pytest.mark.parametrize("block_size", [16, 32, 64, 128])
 @pytest.mark.parametrize("sliding_window", [1, 17, 50, 127, 130, 300])
