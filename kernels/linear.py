@@ -1,4 +1,4 @@
-"""x @ weight.T + bias: weights packed in blocks of 16 outputs, which stream from memory once for all rows.
+"""x @ weight.T + bias: weights packed in panels of outputs, which stream from memory once for all rows.
 
 linear_tile says what arithmetic there is. A row's bits depend neither on the other rows nor on how the work
 is divided: each output is one chain over all inputs, whatever tiles and threads compute it.
@@ -14,8 +14,7 @@ from numpy.typing import NDArray
 from cupaged.jit import njit, njit_inner
 from cupaged.kernels.bits import load, store
 from cupaged.kernels.chunks import num_chunks
-from cupaged.kernels.emit import LANES
-from cupaged.kernels.linear_tile import MOST_BLOCKS, MOST_ROWS, Places, multiply_tile
+from cupaged.kernels.linear_tile import LONG_ROWS, MOST_ROWS, NEAR, WIDTH, Places, multiply_tile
 from cupaged.kernels.parallel import parallel_for
 from cupaged.threads import claim_ahead, num_team_threads
 
@@ -27,18 +26,20 @@ EMBEDDED_NUMBERS = 1 << 12  # that are: each word of a row has a cache line of i
 
 
 class PackedLinear(NamedTuple):
-    """A weight matrix [out_features, in_features] in blocks of LANES outputs."""
+    """A weight matrix [out_features, in_features] in panels of `width` outputs, the last one filled up."""
 
-    panels: NDArray[Any]  # [num_blocks, ceil(in_features / pair), LANES, pair]; bf16 in pairs, as uint16
-    bias: NDArray[np.float32]  # [num_blocks * LANES]
+    panels: NDArray[Any]  # [num_panels, ceil(in_features / pair), width, pair]; bf16 in pairs, as uint16
+    bias: NDArray[np.float32]  # [num_panels * width]
     out_features: int
     in_features: int
 
 
-def packed_shapes(out_features: int, in_features: int, dtype: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
+def packed_shapes(
+    out_features: int, in_features: int, dtype: Any, width: int = WIDTH
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Return the shapes of panels and bias."""
-    num_blocks, pair = -(-out_features // LANES), 4 // np.dtype(dtype).itemsize
-    return (num_blocks, -(-in_features // pair), LANES, pair), (num_blocks * LANES,)
+    num_panels, pair = -(-out_features // width), 4 // np.dtype(dtype).itemsize
+    return (num_panels, -(-in_features // pair), width, pair), (num_panels * width,)
 
 
 def pack_linear(
@@ -52,7 +53,7 @@ def pack_linear(
 
 
 def as_words(panels: NDArray[Any]) -> NDArray[Any]:
-    """Return the panels as [num_blocks, groups of inputs, LANES], a word a group; zeros in the last block."""
+    """Return the panels as [num_panels, groups of inputs, width], a word a group; zeros in the last one."""
     kind = np.dtype(f"u{panels.shape[3] * panels.itemsize}")
     words: NDArray[Any] = panels.view(kind)[..., 0]
     words[-1] = 0
@@ -105,15 +106,13 @@ def pack_rows(rows: Any, first: int, panels: Any, words: Any) -> None:
 @njit_inner
 def place_row(row: Any, output: int, words: Any) -> None:
     """Put one output's weights, a word a group of inputs, to their places."""
-    block, lane = output // LANES, output % LANES
+    panel, lane = output // words.shape[2], output % words.shape[2]
     for k in range(row.shape[0]):
-        words[block, k, lane] = row[k]
+        words[panel, k, lane] = row[k]
 
 
 @njit_inner
-def multiply_blocks(
-    out: Any, x: Any, weight: Any, terms: Any, at: Places, num_rows: int, blocks: int, depth: int
-) -> None:
+def multiply_panel(out: Any, x: Any, weight: Any, terms: Any, at: Places, num_rows: int, depth: int) -> None:
     """Take a part of the inputs for all rows, in tiles; meanwhile fetch the weights from at.ahead on."""
     row, ahead = 0, at.ahead
     while row < num_rows:
@@ -126,36 +125,33 @@ def multiply_blocks(
             x=at.x + row * at.x_stride,
             x_stride=at.x_stride,
             weight=at.weight,
-            block_stride=at.block_stride,
             ahead=ahead,
             is_first=at.is_first,
             is_last=at.is_last,
         )
-        multiply_tile(out, x, weight, terms, here, rows, blocks, depth)
+        multiply_tile(out, x, weight, terms, here, rows, depth)
         row += rows
         ahead = at.weight  # which is there already
 
 
 @njit
-def multiply_tiles(x: Any, panels: Any, terms: Any, out: Any, tiles: Any) -> None:
-    """Set the outputs of the tiles [first, last), MOST_BLOCKS blocks each, of all rows."""
+def multiply_panels(x: Any, panels: Any, terms: Any, out: Any, bounds: Any) -> None:
+    """Set the outputs of the panels [first, last), of all rows."""
     in_features, out_features = x.shape[1], out.shape[1]
     x_flat, weight, out_flat = x.reshape(-1), panels.reshape(-1), out.reshape(-1)
-    stride = panels.size // panels.shape[0]  # from block to block
-    block, last = tiles[0] * MOST_BLOCKS, min(tiles[1] * MOST_BLOCKS, panels.shape[0])
-    others = (num_team_threads() - 1) * (last - block)  # the blocks that they will have taken by then
-    while block < last:
-        blocks = MOST_BLOCKS if block + MOST_BLOCKS <= last else 1
-        column = block * LANES
+    stride = panels.size // panels.shape[0]  # from panel to panel
+    others = (num_team_threads() - 1) * (bounds[1] - bounds[0])  # the panels that they take meanwhile
+    for panel in range(*bounds):
+        column = panel * WIDTH
         for k in range(0, in_features, DEPTH):
-            depth, start = min(DEPTH, in_features - k), block * stride + k * LANES
+            depth, start = min(DEPTH, in_features - k), panel * stride + k * WIDTH
             is_last = k + depth == in_features
-            ahead = start + depth * LANES
-            if is_last:
-                after = block + blocks + (others if block + blocks == last else 0)
-                ahead = after * stride
-                if after >= panels.shape[0]:
-                    place = claim_ahead(blocks * stride * panels.itemsize)
+            ahead = start + depth * WIDTH
+            if is_last and panel + 1 == bounds[1]:
+                ahead += others * stride
+                if panel + 1 + others >= panels.shape[0]:
+                    wanted = depth * WIDTH * panels.itemsize if x.shape[0] >= LONG_ROWS else NEAR
+                    place = claim_ahead(wanted)
                     ahead = (place - panels.ctypes.data) // panels.itemsize if place > 0 else start
             at = Places(
                 row=0,
@@ -165,21 +161,19 @@ def multiply_tiles(x: Any, panels: Any, terms: Any, out: Any, tiles: Any) -> Non
                 x=k,
                 x_stride=in_features,
                 weight=start,
-                block_stride=stride,
                 ahead=ahead,
                 is_first=k == 0,
                 is_last=is_last,
             )
-            multiply_blocks(out_flat, x_flat, weight, terms, at, x.shape[0], blocks, depth)
-        block += blocks
+            multiply_panel(out_flat, x_flat, weight, terms, at, x.shape[0], depth)
 
 
 @njit
 def multiply(x: Any, panels: Any, terms: Any, out: Any) -> None:
     """Set out [n, out_features] to what linear_tile makes of x [n, in_features], on all threads."""
-    tiles = (panels.shape[0] + MOST_BLOCKS - 1) // MOST_BLOCKS
-    work = panels.size * panels.itemsize * (1 + x.shape[0] // MOST_ROWS)
-    parallel_for(multiply_tiles, tiles, min(tiles, num_chunks(work, GRAIN)), (x, panels, terms, out))
+    work, num_panels = panels.size * panels.itemsize * (1 + x.shape[0] // MOST_ROWS), panels.shape[0]
+    pieces = min(num_panels, num_chunks(work, GRAIN))
+    parallel_for(multiply_panels, num_panels, pieces, (x, panels, terms, out))
 
 
 # For jit.specialize: x and panels, f4 or u2 (the bits of bfloat16).
@@ -197,7 +191,7 @@ def embed_rows(ids: Any, panels: Any, out: Any, rows: Any) -> None:
     """Set the rows [first, last) of out: the first input of every group, then the second one."""
     pair, width = panels.shape[3], out.shape[1]
     for i in range(*rows):
-        weights, lane, target = panels[ids[i] // LANES], ids[i] % LANES, out[i]
+        weights, lane, target = panels[ids[i] // panels.shape[2]], ids[i] % panels.shape[2], out[i]
         for j in range(pair):
             for k in range((width - j + pair - 1) // pair):
                 target[k * pair + j] = load(weights[k, lane, j])

@@ -14,7 +14,6 @@ from numpy.typing import NDArray
 
 from cupaged.jit import njit, njit_inner
 from cupaged.kernels.chunks import num_chunks
-from cupaged.kernels.emit import LANES
 from cupaged.kernels.linear import (
     EMBEDDED_NUMBERS,
     PACKED_NUMBERS,
@@ -24,6 +23,7 @@ from cupaged.kernels.linear import (
     place_row,
     rows_of,
 )
+from cupaged.kernels.linear_tile import WIDTH
 from cupaged.kernels.parallel import parallel_for
 from cupaged.kernels.quantize import quantize_row, quantize_rows
 
@@ -31,24 +31,24 @@ ZERO = 128  # what stands for 0 in a quantised x: the CPUs multiply unsigned byt
 
 
 class QuantizedLinear(NamedTuple):
-    """A weight matrix [out_features, in_features] of int8 in blocks of LANES outputs."""
+    """A weight matrix [out_features, in_features] of int8 in panels of `width` outputs."""
 
-    panels: NDArray[np.int8]  # [num_blocks, ceil(in_features / group), LANES, group]; group 2, or 4 of w8a8
-    scales: NDArray[np.float32]  # [num_blocks * LANES]
-    bias: NDArray[np.float32]  # [num_blocks * LANES]
-    begin: NDArray[np.int32]  # [num_blocks * LANES] of w8a8, else [0]; -ZERO * the sum of an output's weights
+    panels: NDArray[np.int8]  # [num_panels, ceil(in_features / group), width, group]; group 2, or 4 of w8a8
+    scales: NDArray[np.float32]  # [num_panels * width]
+    bias: NDArray[np.float32]  # [num_panels * width]
+    begin: NDArray[np.int32]  # [num_panels * width] of w8a8, else [0]; -ZERO * the sum of an output's weights
     out_features: int
     in_features: int
 
 
 def quantized_shapes(
-    out_features: int, in_features: int, group: int
+    out_features: int, in_features: int, group: int, width: int = WIDTH
 ) -> list[tuple[tuple[int, ...], type[np.generic]]]:
     """Return the shapes and types of a QuantizedLinear's arrays, in their order."""
-    num_blocks = -(-out_features // LANES)
-    by_output = (num_blocks * LANES,)
+    num_panels = -(-out_features // width)
+    by_output = (num_panels * width,)
     return [
-        ((num_blocks, -(-in_features // group), LANES, group), np.int8),
+        ((num_panels, -(-in_features // group), width, group), np.int8),
         (by_output, np.float32),
         (by_output, np.float32),
         (by_output if group == 4 else (0,), np.int32),
@@ -123,7 +123,12 @@ def embed_rows(ids: Any, panels: Any, scales: Any, out: Any, rows: Any) -> None:
     """Set the rows [first, last) of out: the first input of every group, then the others."""
     group, width = panels.shape[3], out.shape[1]
     for i in range(*rows):
-        weights, lane, target, scale = panels[ids[i] // LANES], ids[i] % LANES, out[i], scales[ids[i]]
+        weights, lane, target, scale = (
+            panels[ids[i] // panels.shape[2]],
+            ids[i] % panels.shape[2],
+            out[i],
+            scales[ids[i]],
+        )
         for j in range(group):
             for k in range((width - j + group - 1) // group):
                 target[k * group + j] = np.float32(weights[k, lane, j]) * scale

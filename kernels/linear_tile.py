@@ -1,4 +1,4 @@
-"""The inner loop of the linear layers: a few rows of x times a few blocks of 16 outputs.
+"""The inner loop of the linear layers: a few rows of x times a panel, which is a few blocks of 16 outputs.
 
 The types of x and weight choose the arithmetic, the same for every number of rows:
 
@@ -22,15 +22,17 @@ from numba import types
 from numba.extending import intrinsic, overload
 
 from cupaged.kernels import intrinsics
-from cupaged.kernels.emit import FLOATS, INT, LANES, SECOND, WORDS, cgutils, fma, prefetch, splat
+from cupaged.kernels.emit import FLOATS, INT, LANES, NEAREST, SECOND, WORDS, cgutils, fma, prefetch, splat
 from cupaged.kernels.intrinsics import HAS_AVX512
 
 # ruff: noqa: ARG001  (Numba's overloads repeat the parameters of what they stand for)
 
-# Rows and blocks of a tile: rows * blocks accumulators leave room for the weights in the vector registers.
-MOST_ROWS, MOST_BLOCKS = (8, 3) if HAS_AVX512 else (4, 1)
-FETCHING_ROWS = 4  # from which on a tile computes long enough to fetch the next one's weights meanwhile
-_BLOCKS = sorted({MOST_BLOCKS, 1}, reverse=True)
+# Rows and blocks of a tile: rows * BLOCKS accumulators leave room for the weights in the vector registers.
+MOST_ROWS, BLOCKS = (8, 3) if HAS_AVX512 else (4, 1)
+WIDTH = BLOCKS * LANES  # outputs of a panel, whose weights for a group of inputs lie together
+LONG_ROWS = 4  # from which on a tile computes long enough to fetch the next one's weights meanwhile
+NEAR = 8192  # bytes; how far ahead of a tile of fewer rows weights are fetched
+LINE = 64  # bytes that are fetched at a time
 _BYTE, _WORD, _FLOAT = ir.IntType(8), ir.IntType(32), ir.FloatType()
 
 
@@ -43,34 +45,30 @@ class Places(NamedTuple):
     out_stride: int
     x: int  # of the first row's first input
     x_stride: int
-    weight: int  # of the first block's first input
-    block_stride: int
+    weight: int  # of the panel's first input
     ahead: int  # weights that will be wanted next
     is_first: bool
     is_last: bool
 
 
-def multiply_tile(
-    out: Any, x: Any, weight: Any, terms: Any, at: Places, rows: int, blocks: int, depth: int
-) -> None:
-    """Set out[rows, blocks * LANES] to x[rows, depth] @ weight, of at most MOST_ROWS rows and one of _BLOCKS.
+def multiply_tile(out: Any, x: Any, weight: Any, terms: Any, at: Places, rows: int, depth: int) -> None:
+    """Set out[rows, WIDTH] to x[rows, depth] @ weight, of at most MOST_ROWS rows.
 
     terms: (bias,); of int8 pairs (bias, scales); of quads (bias, scales, begin, row_scales), where begin is
     the int32 that makes up for the 128 in x. All but the last are by output, float32.
     """
     bias, scales, begin, row_scales = (*terms, None, None, None)[:4]
     kind: Any = np.float32 if begin is None else np.int32
-    sums, zeros = out.view(kind), np.zeros(blocks * LANES, np.float32)
+    sums, zeros = out.view(kind), np.zeros(WIDTH, np.float32)
     group = 4 // x.itemsize if begin is not None else 1 if weight.itemsize == 4 else 2
-    lanes = np.arange(min(blocks * LANES, at.width))
-    columns = at.column + lanes
-    weights = at.weight + lanes // LANES * at.block_stride + lanes % LANES * group
+    lanes = np.arange(min(WIDTH, at.width))
+    columns, weights = at.column + lanes, at.weight + lanes * group
     for i in range(rows):
         places = (at.row + i) * at.out_stride + columns
         initial = bias[columns] if scales is None else zeros[lanes] if begin is None else begin[columns]
         total = initial if at.is_first else sums[places]
         for k in range(depth):
-            factor = weight[weights + k // group * LANES * group + k % group]
+            factor = weight[weights + k // group * WIDTH * group + k % group]
             total = total + _numbers(x[at.x + i * at.x_stride + k][None], kind) * _numbers(factor, kind)
         sums[places] = total
         if at.is_last and scales is not None:
@@ -93,6 +91,7 @@ class _Tile:
         kind = self.weight.type.pointee
         self.is_float, self.is_byte = kind == _FLOAT, kind == _BYTE
         self.group = 1 if self.is_float else 2 if self.begin is None else 4
+        self.step_size = WIDTH * self.group  # weights of a group of inputs
         self.sum = FLOATS if self.begin is None else WORDS
 
     def load(self, base: Any, index: Any, kind: Any, align: int) -> Any:
@@ -104,44 +103,52 @@ class _Tile:
     def place(self, base: Any, index: Any, kind: Any) -> Any:
         return self.builder.bitcast(self.builder.gep(base, [index]), kind.as_pointer())
 
-    def emit(self, rows: int, blocks: int, depth: Any) -> None:
+    def emit(self, rows: int, depth: Any) -> None:
         """Begin, add all products, and put the sums to where they belong."""
         builder = self.builder
-        sums = self.begin_sums(rows, blocks)
+        sums = self.begin_sums(rows)
         steps = builder.udiv(depth, INT(self.group)) if self.group > 1 else depth
         with cgutils.for_range(builder, steps) as loop:
-            # Of pairs of bytes the instructions under way at a time span too little to hide the memory.
-            if rows >= FETCHING_ROWS or (self.is_byte and self.group == 2):
-                self.fetch(blocks, loop.index)
+            self.fetch(rows, loop.index, steps)
             intrinsics.keep_loop(builder)
-            self.step(sums, rows, blocks, loop.index, whole=True)
+            self.step(sums, rows, loop.index, whole=True)
         if self.group == 2:
             odd = builder.trunc(depth, ir.IntType(1))
             with builder.if_then(odd, likely=False):
-                self.step(sums, rows, blocks, steps, whole=False)
-        self.end_sums(sums, rows, blocks)
+                self.step(sums, rows, steps, whole=False)
+        self.end_sums(sums, rows)
 
-    def fetch(self, blocks: int, index: Any) -> None:
-        """Ask for the weights that will be wanted where these are used up."""
+    def fetch(self, rows: int, index: Any, steps: Any) -> None:
+        """Ask for the weights that will be wanted after so many steps; where these end, `ahead` begins."""
         builder, at = self.builder, self.at
-        ahead = builder.add(at.ahead, builder.mul(index, INT(LANES * self.group)))
-        for j in range(blocks):
-            place = builder.add(ahead, builder.mul(INT(j), at.block_stride))
-            prefetch(builder, builder.gep(self.weight, [place]), SECOND)
+        num_bytes = self.step_size * (1 if self.is_byte else 4 // self.group)
+        place, cache = builder.add(at.ahead, builder.mul(index, INT(self.step_size))), SECOND
+        if rows < LONG_ROWS:
+            cache = NEAREST
+            later = builder.add(index, INT(NEAR // num_bytes))
+            beyond = builder.sub(later, steps)
+            is_here = builder.icmp_signed("<", beyond, INT(0))
+            base, step = (
+                builder.select(is_here, *values) for values in ((at.weight, at.ahead), (later, beyond))
+            )
+            place = builder.add(base, builder.mul(step, INT(self.step_size)))
+        for offset in range(0, num_bytes, LINE):
+            element = builder.add(place, INT(offset * self.step_size // num_bytes))
+            prefetch(builder, builder.gep(self.weight, [element]), cache)
 
-    def begin_sums(self, rows: int, blocks: int) -> list[Any]:
+    def begin_sums(self, rows: int) -> list[Any]:
         """Return the accumulators: of a first part they begin anew, else with what waits in `out`."""
         builder = self.builder
-        sums = [cgutils.alloca_once(builder, self.sum) for _ in range(rows * blocks)]
+        sums = [cgutils.alloca_once(builder, self.sum) for _ in range(rows * BLOCKS)]
         with builder.if_else(self.at.is_first) as (anew, waiting):
             with anew:
-                for j in range(blocks):
+                for j in range(BLOCKS):
                     start = self.first_sum(j)
                     for i in range(rows):
-                        builder.store(start, sums[i * blocks + j])
+                        builder.store(start, sums[i * BLOCKS + j])
             with waiting:
                 for n, total in enumerate(sums):
-                    kept = intrinsics.load_part(builder, *self.outputs(n // blocks, n % blocks))
+                    kept = intrinsics.load_part(builder, *self.outputs(n // BLOCKS, n % BLOCKS))
                     builder.store(builder.bitcast(kept, self.sum), total)
         return sums
 
@@ -161,19 +168,19 @@ class _Tile:
         count = builder.trunc(builder.sub(at.width, INT(block * LANES)), _WORD)
         return self.place(self.out, builder.add(first, INT(block * LANES)), FLOATS), count
 
-    def end_sums(self, sums: list[Any], rows: int, blocks: int) -> None:
+    def end_sums(self, sums: list[Any], rows: int) -> None:
         """Scale the sums, if there is anything to scale them by and they are complete; store them."""
         builder = self.builder
         if self.scales is not None:
             with builder.if_then(self.at.is_last):
-                for j in range(blocks):
+                for j in range(BLOCKS):
                     scales, bias = (self.by_output(base, j, FLOATS) for base in (self.scales, self.bias))
                     for i in range(rows):
-                        total = sums[i * blocks + j]
+                        total = sums[i * BLOCKS + j]
                         value = self.scaled(builder.load(total), i, scales, bias)
                         builder.store(builder.bitcast(value, self.sum), total)
         for n, total in enumerate(sums):
-            pointer, count = self.outputs(n // blocks, n % blocks)
+            pointer, count = self.outputs(n // BLOCKS, n % BLOCKS)
             intrinsics.store_part(builder, builder.bitcast(builder.load(total), FLOATS), pointer, count)
 
     def scaled(self, total: Any, row: int, scales: Any, bias: Any) -> Any:
@@ -184,17 +191,15 @@ class _Tile:
             total = builder.sitofp(total, FLOATS)
         return builder.fadd(builder.fmul(total, scales), bias)
 
-    def step(self, sums: list[Any], rows: int, blocks: int, index: Any, *, whole: bool) -> None:
+    def step(self, sums: list[Any], rows: int, index: Any, *, whole: bool) -> None:
         """Add the products of one group of inputs; of its first one only, if it is not whole."""
         builder, at = self.builder, self.at
-        start = builder.add(at.weight, builder.mul(index, INT(LANES * self.group)))
-        weights = [
-            self.weights(builder.add(start, builder.mul(INT(j), at.block_stride))) for j in range(blocks)
-        ]
+        start = builder.add(at.weight, builder.mul(index, INT(self.step_size)))
+        weights = [self.weights(builder.add(start, INT(j * LANES * self.group))) for j in range(BLOCKS)]
         first = builder.mul(index, INT(self.group))
         for i in range(rows):
             here = builder.add(builder.add(at.x, builder.mul(INT(i), at.x_stride)), first)
-            for total, weight in zip(sums[i * blocks :], weights, strict=False):
+            for total, weight in zip(sums[i * BLOCKS :], weights, strict=False):
                 builder.store(self.add(builder.load(total), here, weight, whole=whole), total)
 
     def weights(self, index: Any) -> Any:
@@ -225,7 +230,7 @@ class _Tile:
 
 
 def _type_tile(
-    _context: Any, out: Any, x: Any, weight: Any, terms: Any, at: Any, rows: Any, blocks: Any, depth: Any
+    _context: Any, out: Any, x: Any, weight: Any, terms: Any, at: Any, rows: Any, depth: Any
 ) -> Any:
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         def data(kind: Any, array: Any) -> Any:
@@ -241,19 +246,17 @@ def _type_tile(
         ]
         tile = _Tile(builder, arrays, by_output, Places(*places))
         done = builder.append_basic_block("done")
-        size = builder.add(builder.mul(args[5], INT(MOST_BLOCKS + 1)), args[6])
-        switch = builder.switch(size, done)
+        switch = builder.switch(args[5], done)
         for rows in range(1, MOST_ROWS + 1):
-            for blocks in _BLOCKS:
-                block = builder.append_basic_block(f"rows{rows}blocks{blocks}")
-                switch.add_case(INT(rows * (MOST_BLOCKS + 1) + blocks), block)
-                builder.position_at_end(block)
-                tile.emit(rows, blocks, args[7])
-                builder.branch(done)
+            block = builder.append_basic_block(f"rows{rows}")
+            switch.add_case(INT(rows), block)
+            builder.position_at_end(block)
+            tile.emit(rows, args[6])
+            builder.branch(done)
         builder.position_at_end(done)
         return context.get_dummy_value()
 
-    return types.void(out, x, weight, terms, at, types.intp, types.intp, types.intp), generate
+    return types.void(out, x, weight, terms, at, types.intp, types.intp), generate
 
 
 _PLACES = [types.boolean if name.startswith("is_") else types.intp for name in Places._fields]
@@ -261,9 +264,7 @@ _multiply_tile: Any = intrinsic(_type_tile)
 
 
 @overload(multiply_tile, strict=False)
-def _overload_tile(
-    out: Any, x: Any, weight: Any, terms: Any, at: Any, rows: Any, blocks: Any, depth: Any
-) -> Any:
-    return lambda out, x, weight, terms, at, rows, blocks, depth: _multiply_tile(
-        out, x, weight, terms, at, rows, blocks, depth
+def _overload_tile(out: Any, x: Any, weight: Any, terms: Any, at: Any, rows: Any, depth: Any) -> Any:
+    return lambda out, x, weight, terms, at, rows, depth: _multiply_tile(
+        out, x, weight, terms, at, rows, depth
     )

@@ -12,8 +12,10 @@ from numpy.typing import NDArray
 
 from cupaged.config import QuantizationName
 from cupaged.kernels import amx, linear, linear_amx, linear_int8
+from cupaged.kernels.emit import LANES
 from cupaged.kernels.linear import PackedLinear
 from cupaged.kernels.linear_int8 import QuantizedLinear
+from cupaged.kernels.linear_tile import WIDTH
 
 Array = Any
 Take = Callable[[tuple[int, ...], Any], Array]  # room that is free again after a step
@@ -72,6 +74,11 @@ def choose_form(
     return Floats(CODES[inputs], half if exact else weight, tiles)
 
 
+def _width(tiles: bool) -> int:
+    """Return how many outputs make a panel."""
+    return LANES if tiles else WIDTH
+
+
 def _stored(weights: Sequence[NDArray[Any]]) -> list[str]:
     """Return the types in which kernels read the weights, as signatures spell them."""
     return sorted({"u2" if part.dtype == ml_dtypes.bfloat16 else "f4" for part in weights})
@@ -85,7 +92,7 @@ class Floats(NamedTuple):
     tiles: bool  # of AMX
 
     def arrays(self, out_features: int, in_features: int) -> Sequence[tuple[tuple[int, ...], Any]]:
-        panels, bias = linear.packed_shapes(out_features, in_features, self.dtype)
+        panels, bias = linear.packed_shapes(out_features, in_features, self.dtype, _width(self.tiles))
         return [(panels, self.dtype), (bias, np.float32)]
 
     def kernels(self, weights: Sequence[NDArray[Any]]) -> list[Kernel]:
@@ -130,7 +137,7 @@ class Bytes(NamedTuple):
     tiles: bool  # of AMX
 
     def arrays(self, out_features: int, in_features: int) -> Sequence[tuple[tuple[int, ...], Any]]:
-        return linear_int8.quantized_shapes(out_features, in_features, self.group)
+        return linear_int8.quantized_shapes(out_features, in_features, self.group, _width(self.tiles))
 
     def kernels(self, weights: Sequence[NDArray[Any]]) -> list[Kernel]:
         multiply, signature = _BYTES[self.group, self.tiles]

@@ -12,11 +12,12 @@ from cupaged.backend.cpu import CpuBackend
 from cupaged.backend.matrices import choose_form
 from cupaged.kernels import amx
 from cupaged.kernels.intrinsics import HAS_BF16
+from cupaged.kernels.linear_tile import WIDTH
 from tests.kernels.plain_amx import plain
 
 LIMITS = Limits(num_tokens=64, num_seqs=4, seq_len=64, block_size=16, num_slots=64)
 HIDDEN, VOCAB = 40, 97
-BLOCKS = 7  # of 16 outputs, that the vocabulary takes
+OUTPUTS = -(-VOCAB // WIDTH) * WIDTH  # of panels that hold the vocabulary
 FORMS = [None, "int8", "int8_w8a8"]
 
 
@@ -33,12 +34,12 @@ def create(dtype: str = "float32", quantization: Any = None) -> CpuBackend:
 @pytest.mark.parametrize(
     ("quantization", "dtype", "stored", "num_bytes"),
     [
-        (None, "float32", np.float32, BLOCKS * 16 * (4 * HIDDEN + 4)),
-        (None, "float32", ml_dtypes.bfloat16, BLOCKS * 16 * (2 * HIDDEN + 4)),
-        (None, "bfloat16", np.float32, BLOCKS * 16 * (2 * HIDDEN + 4)),
-        ("int8", "bfloat16", np.float16, BLOCKS * 16 * (HIDDEN + 8)),
-        ("int8", "float32", ml_dtypes.bfloat16, BLOCKS * 16 * (HIDDEN + 8)),
-        ("int8_w8a8", "bfloat16", np.float32, BLOCKS * 16 * (HIDDEN + 12)),
+        (None, "float32", np.float32, OUTPUTS * (4 * HIDDEN + 4)),
+        (None, "float32", ml_dtypes.bfloat16, OUTPUTS * (2 * HIDDEN + 4)),
+        (None, "bfloat16", np.float32, OUTPUTS * (2 * HIDDEN + 4)),
+        ("int8", "bfloat16", np.float16, OUTPUTS * (HIDDEN + 8)),
+        ("int8", "float32", ml_dtypes.bfloat16, OUTPUTS * (HIDDEN + 8)),
+        ("int8_w8a8", "bfloat16", np.float32, OUTPUTS * (HIDDEN + 12)),
     ],
 )
 def test_matrix_takes_its_numbers_and_what_belongs_to_each_output(

@@ -1,5 +1,6 @@
 """The packed linear layers: float64's result, and a row's bits whatever else is in the batch."""
 
+import inspect
 from typing import Any, NamedTuple
 
 import ml_dtypes
@@ -11,14 +12,17 @@ from cupaged.jit import specialize
 from cupaged.kernels import linear
 from cupaged.kernels.intrinsics import HAS_BF16
 from cupaged.kernels.linear import (
+    DEPTH,
     PACKED_ROWS,
     PackedLinear,
     embedding_cpu,
     linear_cpu,
+    multiply_panels,
     pack_linear,
     pack_rows,
     packed_shapes,
 )
+from cupaged.kernels.linear_tile import NEAR, WIDTH
 
 # (in, out): SmolLM2-135M's five, then odd ones, one deeper than a tile's part in the cache.
 SHAPES = [
@@ -173,3 +177,24 @@ def test_embedding_returns_the_rows_of_the_same_weight(path: Path, vocab_size: i
     embedding_cpu(ids, packed.panels, out)
 
     assert np.array_equal(out, weight[ids].astype(np.float32))
+
+
+def test_each_panel_fetches_what_its_thread_multiplies_next(monkeypatch: pytest.MonkeyPatch) -> None:
+    panels = np.zeros((12, 3 * DEPTH, WIDTH, 1), np.float32)
+    panel, part, found = panels[0].size, panels[0].size // 3, []
+    monkeypatch.setattr(linear, "num_team_threads", lambda: 3)
+    monkeypatch.setattr(linear, "claim_ahead", lambda num_bytes: panels.ctypes.data + 4 * 10**9 + num_bytes)
+    monkeypatch.setattr(linear, "multiply_panel", lambda *args: found.append((args[4].weight, args[4].ahead)))
+
+    for rows, first in ((1, 0), (1, 10), (4, 10)):
+        x, out = np.zeros((rows, 3 * DEPTH), np.float32), np.zeros((rows, 12 * WIDTH), np.float32)
+        inspect.unwrap(multiply_panels)(x, panels, (), out, (first, first + 2))
+
+    assert [weight for weight, _ in found] == [
+        p * panel + k * part for p in (0, 1, 10, 11, 10, 11) for k in (0, 1, 2)
+    ]
+    ahead = [place for _, place in found]
+    assert ahead[:5] == [part, 2 * part, panel, panel + part, panel + 2 * part]
+    assert ahead[5] == 6 * panel  # the other two threads have the two pieces in between
+    assert ahead[11] == 10**9 + NEAR // 4
+    assert ahead[17] == 10**9 + part

@@ -189,7 +189,7 @@ def test_parts_of_more_rows_than_are_packed_at_a_time_are_stacked(path: Path) ->
 def test_what_no_output_and_no_input_has_is_zero(path: Path) -> None:
     packed = pack(path, random(0, 21, 33))
 
-    rows = packed.panels.transpose(0, 2, 1, 3).reshape(32, -1)
+    rows = packed.panels.transpose(0, 2, 1, 3).reshape(-1, packed.panels.shape[1] * packed.panels.shape[3])
     assert rows[:21, :33].any(axis=1).all()
     assert not rows[21:].any()
     assert not rows[:, 33:].any()
