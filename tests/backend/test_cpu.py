@@ -208,6 +208,37 @@ def test_sampled_tokens_and_logprobs_come_out_of_a_whole_pass() -> None:
     assert layer.last_token[:3].tolist() == layer.token_ids[:3].tolist()
 
 
+@pytest.mark.parametrize(
+    ("changed", "times"), [({}, 0), ({Count.NUM_LOGITS: 2}, 2), ({Count.NUM_BANNED: 1}, 2)]
+)
+def test_sampling_is_replayed_where_each_sequence_samples_and_any_token(
+    changed: dict[Count, int], times: int
+) -> None:
+    backend, hidden, tokens = create(), random(3, 48), np.zeros(3, np.int32)
+    like = create_batch([1, 1, 1])
+    buffer = np.concatenate([like.buffer, np.zeros(4, np.int32)])  # with a tail
+    sampled = []
+
+    def step() -> None:
+        batch = Batch(buffer, like.bucket, like.serials)
+
+        def sample() -> None:
+            backend.store_last_tokens(batch, tokens, tokens)
+            sampled.append(batch)
+
+        backend.begin_forward()
+        backend.run_sampling(batch, hidden, sample)
+
+    step()
+    for count, value in changed.items():
+        view(buffer, like.bucket).counts[count] = value
+    sampled.clear()
+    step()
+    step()
+
+    assert len(sampled) == times
+
+
 @pytest.mark.parametrize("kind", [np.float32, np.float16, ml_dtypes.bfloat16])
 def test_parts_of_any_float_type_are_stacked_along_the_output(kind: Any) -> None:
     backend = create()

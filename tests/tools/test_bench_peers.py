@@ -8,6 +8,7 @@ import stat
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -158,6 +159,20 @@ def test_ours_leaves_out_the_single_stream_where_none_is_asked_for(
     assert found["single"] == found["bandwidth"] == []
 
 
+def test_ours_counts_a_byte_for_a_weight_of_int8(
+    ours: Callable[..., dict[str, Any]], tiny_llama_dir: Path
+) -> None:
+    assert ours(length=0, repeat=1, quantization="int8")["weight_bytes"] == num_weights(tiny_llama_dir)
+
+
+def test_single_stream_ends_when_all_its_tokens_have_come(monkeypatch: pytest.MonkeyPatch) -> None:
+    result = SimpleNamespace(first_token=[0.5], between_tokens=[0.25, 0.125])
+    monkeypatch.setattr(peer_cupaged, "run_fresh", lambda *_: result)
+    engine: Any = None
+
+    assert peer_cupaged.run_single(engine, [5], 3) == [0.5, 0.875]
+
+
 def test_quantization_that_this_version_lacks_is_said(ours: Callable[..., dict[str, Any]]) -> None:
     found = ours(quantization="int2")
 
@@ -227,6 +242,14 @@ def test_goals_are_held_against_the_best_form_of_a_peer() -> None:
     ]
     assert [goal.over_one_thread for goal in goals(ROWS)] == [None] * 5 + [0.8, None]
     assert "over llama.cpp's F16 1.6 (0.8 over its one thread), goal 1.60" in goals(ROWS)[5].text
+
+
+def test_what_runs_beside_a_busy_process_is_held_to_ours_alone() -> None:
+    faster = [row._replace(offline=260.0) if row.how == BUSY else row for row in ROWS]
+
+    found = goals(faster)
+
+    assert (found[0].measured, found[-1].measured) == (1.3, 2.0)
 
 
 def test_goal_without_its_peer_is_not_measured() -> None:

@@ -61,11 +61,17 @@ def test_last_line_is_json_of_the_table(capsys: pytest.CaptureFixture[str]) -> N
     ]
 
 
-def test_flags_of_generate_go_to_generate(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_flags_of_generate_go_to_generate_and_only_its_first_start_is_cold(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     commands: list[list[str]] = []
+    folders = []
 
-    def start(command: list[str], _: dict[str, str]) -> float:
+    def start(command: list[str], environment: dict[str, str]) -> float:
         commands.append(command)
+        folders.append(environment["XDG_CACHE_HOME"])
+        assert os.listdir(folders[0]) == ["compiled"] * (len(folders) > 1)
+        Path(folders[0], "compiled").touch()
         return 1.0
 
     monkeypatch.setattr("tools.bench_start.seconds_to_output", start)
@@ -76,3 +82,4 @@ def test_flags_of_generate_go_to_generate(monkeypatch: pytest.MonkeyPatch) -> No
     assert len(commands) == 3
     assert commands[0][1:5] == ["-m", "cupaged.generate", "some/model", PROMPT]
     assert commands[0][5:7] == ["--quantization", "int8"]
+    assert len(set(folders)) == 1  # empty before the first start alone

@@ -7,6 +7,7 @@ import pytest
 from numpy.typing import NDArray
 
 from cupaged.kernels.linear import embedding_cpu, linear_cpu
+from cupaged.kernels.linear_int8 import embedding_int8_cpu
 from cupaged.kernels.paged_attention import paged_attention_cpu
 from cupaged.kernels.rms_norm import add_rms_norm_cpu
 from cupaged.kernels.rope_kv_write import rope_kv_write_cpu
@@ -39,6 +40,14 @@ def test_embedding_reads_the_lines_of_its_rows_only() -> None:
 
     assert traffic(embedding_cpu, args) == Traffic(4 * 2 + 2 * 24 * 64 + 4 * 2 * 48, 0)
     assert label_of(embedding_cpu, args) == "embedding"
+
+
+def test_embedding_of_bytes_reads_a_line_for_four_inputs() -> None:
+    panels, scales = np.zeros((50, 12, 16, 4), np.int8), floats(800)
+
+    moved = traffic(embedding_int8_cpu, (ints(3, 1), panels, scales, floats(2, 48))).num_bytes
+
+    assert moved == 4 * 2 + 2 * 12 * 64 + 4 * 2 * 48
 
 
 def test_gather_reads_the_rows_that_it_writes() -> None:

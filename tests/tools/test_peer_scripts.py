@@ -17,12 +17,13 @@ class Llama:
         self.seen: dict[int, list[int]] = {}  # sequence -> tokens, by position
         self.sizes: list[int] = []  # of batches
         self.sampled: list[int] = []
+        self.params = SimpleNamespace()
 
     def __getattr__(self, name: str) -> Any:
         return lambda *_: 1
 
     def llama_context_default_params(self) -> Any:
-        return SimpleNamespace()
+        return self.params
 
     def llama_batch_init(self, size: int, _embedding: int, _sequences: int) -> Any:
         columns = ("token", "pos", "n_seq_id", "logits")
@@ -84,6 +85,18 @@ def test_llama_cpp_answers_one_request(llama: Llama) -> None:
     assert llama.seen == {0: [90] * 5 + [5, 6, 7]}
 
 
+def test_llama_cpp_has_room_for_all_sequences_and_prompts_have_as_many_threads(llama: Llama) -> None:
+    peer_llama_cpp.Context("model.gguf", 3, 5, 64)
+
+    assert vars(llama.params) == {
+        "n_ctx": 5 * 64,
+        "n_batch": peer_llama_cpp.BATCH,
+        "n_seq_max": 5,
+        "n_threads": 3,
+        "n_threads_batch": 3,
+    }
+
+
 class VLLM:
     """vLLM's LLM and its engine, which gives a token a step."""
 
@@ -131,6 +144,25 @@ def test_vllm_counts_only_whole_answers() -> None:
         peer_vllm.run_single(VLLM(short_by=1), "single", [1, 2], 5)
 
 
+@pytest.mark.parametrize(
+    ("one_process", "bound", "options"),
+    [(False, "auto", {}), (True, "4,6", {"distributed_executor_backend": "uni"})],
+)
+def test_vllm_runs_on_as_many_cores_as_it_is_told(
+    one_process: bool, bound: str, options: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cores = {9, 4, 6}
+    monkeypatch.setattr(peer_vllm, "os", os := SimpleNamespace(environ={}))
+    os.sched_getaffinity = lambda _: cores
+    os.sched_setaffinity = lambda _, wanted: cores.intersection_update(wanted)
+
+    assert peer_vllm.set_environment(2, one_process) == options
+
+    assert cores == {4, 6}
+    assert os.environ["VLLM_CPU_OMP_THREADS_BIND"] == bound
+    assert os.environ.get("VLLM_ENABLE_V1_MULTIPROCESSING") == ("0" if one_process else None)
+
+
 class Transformers:
     """A model whose `generate` notes what it is asked for, and streams the prompt and then tokens."""
 
@@ -166,3 +198,45 @@ def test_transformers_first_token_is_what_comes_after_the_prompt(monkeypatch: py
 
     # The clock says 0 at the start and 1 at the prompt.
     assert peer_transformers.run_single(Transformers(), [5], 3) == [2, 4]
+
+
+class Continuous:
+    """Continuous batching that gives each request the tokens that it asks for, less `short_by`, or stops."""
+
+    def __init__(self, short_by: int = 0, most: int = 99) -> None:
+        self.short_by, self.most = short_by, most
+        self.asked: list[int] = []
+
+    def continuous_batching_context_manager(self, _greedy: Any, continuous_batching_config: Any) -> Any:
+        self.num_blocks = continuous_batching_config.num_blocks
+        return nullcontext(self)
+
+    def add_request(self, _prompt: list[int], max_new_tokens: int, eos_token_id: int) -> None:
+        assert eos_token_id == -1
+        self.asked.append(max_new_tokens)
+
+    def is_running(self) -> bool:
+        return self.most > 0
+
+    def get_result(self, timeout: int) -> Any:  # noqa: ARG002
+        self.most -= 1
+        if self.most < 0:
+            return None
+        tokens = [0] * (self.asked.pop() - self.short_by)
+        return SimpleNamespace(is_finished=lambda: True, generated_tokens=tokens)
+
+
+def test_transformers_counts_only_whole_answers_of_continuous_batching(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    fake = SimpleNamespace(ContinuousBatchingConfig=SimpleNamespace, GenerationConfig=SimpleNamespace)
+    monkeypatch.setitem(sys.modules, "transformers", fake)
+    prompts, lengths, whole = [[1] * 40, [2]], [30, 5], Continuous()
+
+    assert peer_transformers.run_continuous(whole, prompts, lengths) > 0
+
+    assert whole.num_blocks == 3 + 1 + 2  # pages of 32 tokens, and one more for each request
+    with pytest.raises(SystemExit, match="33 tokens of 35"):
+        peer_transformers.run_continuous(Continuous(short_by=1), prompts, lengths)
+    with pytest.raises(SystemExit, match="ended early"):
+        peer_transformers.run_continuous(Continuous(most=1), prompts, lengths)

@@ -89,6 +89,13 @@ def test_the_last_wave_costs_as_much_as_its_fullest_sm() -> None:
     assert two_waves == pytest.approx(2 * 1e12 / rate, rel=0.01)
 
 
+def test_an_sm_takes_no_more_than_its_bytes_a_clock() -> None:
+    one = replace(STREAM, blocks=1, unique_bytes=1_000_000, copy_bytes=10**9)
+
+    assert predict(one, H200).limit == "L2"
+    assert seconds(one) > STREAM.num_bytes / (64 * H200.clock)
+
+
 def test_bank_conflicts_are_in_the_prediction() -> None:
     clean = replace(STREAM, wavefronts=STREAM.num_bytes / 128)
 
@@ -115,6 +122,7 @@ def test_a_block_that_does_not_fit_is_an_error() -> None:
         (replace(STREAM, mma_flops=1e12), "tensor"),
         (replace(STREAM, wavefronts=1e9), "shared"),
         (replace(STREAM, flops=10**12), "fp32"),
+        (replace(STREAM, flops=10**12, mma_flops=1.0), "HBM"),  # the tensor cores have them
     ],
 )
 def test_the_limit_is_named(work: Work, limit: str) -> None:

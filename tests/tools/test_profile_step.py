@@ -1,9 +1,12 @@
 """profile_step and bench_shape: all kernels of a step are noted, and the last line has the figures."""
 
+import argparse
 import json
 from collections import Counter
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,7 +16,7 @@ from cupaged.engine.llm_engine import LLMEngine
 from cupaged.models import load_model_config
 from cupaged.sampling_params import SamplingParams
 from tools import bench_shape, profile_step
-from tools.cpu_steps import model_of
+from tools.cpu_steps import add_arguments, make_engine, model_of
 from tools.kernel_traffic import name_of, traffic
 from tools.profile_step import timed_kernels
 
@@ -91,6 +94,47 @@ def test_shape_is_measured_beside_its_prediction(
         found = figures[name]
         assert found["ratio"] == found["tokens_per_second"] / found["predicted_tokens_per_second"]
         assert found["ratio"] > 0
+
+
+def test_prediction_is_what_a_step_reads_over_the_bandwidth(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine: Any = SimpleNamespace(step=None, kv_block_bytes=32, config=SimpleNamespace(block_size=16))
+    monkeypatch.setattr(bench_shape, "decoding", lambda *_: nullcontext())
+    monkeypatch.setattr(bench_shape, "seconds_of", lambda _, count: [0.5] * count)
+    monkeypatch.setattr(bench_shape, "read_bandwidth", lambda *_: 1000.0)
+
+    found = bench_shape.measure_speed(engine, 2, 140, argparse.Namespace(context=10, steps=4, num_threads=1))
+
+    cached = 2 * (10 + bench_shape.WARM_UP + 2) * 2  # bytes, of as many tokens as in the middle of the steps
+    assert found["predicted_tokens_per_second"] == 2 * 1000 / (140 + cached)
+    assert found["tokens_per_second"] == 4
+
+
+def test_an_embedding_that_is_not_the_head_is_not_read(
+    tiny_llama_dir: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def measure(engine: LLMEngine, _batch: int, num_bytes: int, _args: Any) -> float:
+        return num_bytes / engine.executor.plan.use.weights
+
+    monkeypatch.setattr(bench_shape, "count_weights", lambda _: (4, 3))
+    monkeypatch.setattr(bench_shape, "measure_speed", measure)
+
+    figures = run(bench_shape.main, [str(tiny_llama_dir), "--batch", "1"], monkeypatch, capsys)
+
+    assert figures["batch_1"] == pytest.approx(0.75, abs=1e-4)
+
+
+def test_engine_is_the_one_that_was_asked_for(tiny_llama_dir: Path) -> None:
+    parser = argparse.ArgumentParser()
+    add_arguments(parser, batch="1,3")
+    asked = ["--quantization", "int8", "--dtype", "bfloat16", "--num-threads", "1", "--context", "9"]
+
+    engine = make_engine(str(tiny_llama_dir), parser.parse_args([str(tiny_llama_dir), *asked]), 5)
+    engine.close()
+
+    config = engine.config
+    assert (config.quantization, config.dtype, config.num_threads) == ("int8", "bfloat16", 1)
+    assert (config.max_num_seqs, engine.max_model_len) == (3, 14)
+    assert not config.enable_prefix_caching
 
 
 @pytest.mark.parametrize(
