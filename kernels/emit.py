@@ -28,7 +28,7 @@ INT = ir.IntType(64)
 FLOATS = ir.VectorType(ir.FloatType(), LANES)
 WORDS = ir.VectorType(ir.IntType(32), LANES)
 HALVES = ir.VectorType(ir.IntType(16), LANES)
-NEAREST, SECOND = 3, 2  # caches, to prefetch
+NEAREST, SECOND, STREAMED = 3, 2, 0  # caches, to prefetch; the last: near, and soon gone
 
 
 class Vector(types.Type):
@@ -136,7 +136,7 @@ def call(builder: Any, name: str, result: Any, *args: Any) -> Any:
 
 
 def prefetch(builder: Any, pointer: Any, cache: int) -> None:
-    """Ask for the cache line at `pointer`, to be in NEAREST or SECOND; any address will do."""
+    """Ask for the cache line at `pointer`, to be in NEAREST, SECOND or STREAMED; any address will do."""
     place, word = builder.bitcast(pointer, ir.IntType(8).as_pointer()), ir.IntType(32)
     call(builder, "llvm.prefetch.p0", ir.VoidType(), place, word(0), word(cache), word(1))
 

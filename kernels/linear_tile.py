@@ -22,7 +22,7 @@ from numba import types
 from numba.extending import intrinsic, overload
 
 from cupaged.kernels import intrinsics
-from cupaged.kernels.emit import FLOATS, INT, LANES, NEAREST, SECOND, WORDS, cgutils, fma, prefetch, splat
+from cupaged.kernels.emit import FLOATS, INT, LANES, SECOND, STREAMED, WORDS, cgutils, fma, prefetch, splat
 from cupaged.kernels.intrinsics import HAS_AVX512
 
 # ruff: noqa: ARG001  (Numba's overloads repeat the parameters of what they stand for)
@@ -124,7 +124,7 @@ class _Tile:
         num_bytes = self.step_size * (1 if self.is_byte else 4 // self.group)
         place, cache = builder.add(at.ahead, builder.mul(index, INT(self.step_size))), SECOND
         if rows < LONG_ROWS:
-            cache = NEAREST
+            cache = STREAMED  # no row wants them again
             later = builder.add(index, INT(NEAR // num_bytes))
             beyond = builder.sub(later, steps)
             is_here = builder.icmp_signed("<", beyond, INT(0))

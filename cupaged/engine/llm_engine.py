@@ -174,8 +174,11 @@ class LLMEngine:
 
         If a step fails, or is interrupted, all requests are dropped and the engine is as new.
         """
-        with self._or_anew():
+        try:  # not _or_anew: a step of a small model is short
             return self._step()
+        except BaseException as error:
+            self._start_anew(error)
+            raise
 
     def close(self) -> None:
         """Drop all requests and release all memory."""

@@ -152,23 +152,24 @@ def apply_output(
     step: StepRows,
     sliding_window: int,  # tokens, 0 = all
     outcome: tuple[NDArray[np.int32], NDArray[np.int8]],
-) -> None:
+) -> bool:
     """Append what the step sampled and release the rows that end; outcome = (num_appended, reasons).
 
-    num_appended becomes -1 where the row has meanwhile been given up: its result is nobody's.
+    num_appended becomes -1 where the row has meanwhile been given up: its result is nobody's. Return whether
+    any was, or any ended.
     """
     num_appended, reasons = outcome
     blocks, size = pools.device, pools.device.block_size
     tokens, stop_token_ids = rows.tokens, rows.stop_token_ids
     step_rows, serials, flags, seq_lens, sampled, num_sampled = step
     caches = blocks.cache.slots.size > 0
-    ended = False
+    ended = lost = False
     for i in range(step_rows.size):
         row, written = step_rows[i], seq_lens[i]
         num_appended[i], reasons[i] = 0, NOT_FINISHED
         at = rows.at[row]
         if at.serial != serials[i]:
-            num_appended[i] = -1
+            num_appended[i], lost = -1, True
             continue
         samples = (flags[i] & SAMPLES) != 0
         assert samples == (num_sampled[i] > 0), "tokens from a sequence that did not sample, or none"
@@ -195,6 +196,7 @@ def apply_output(
             free_before(blocks, row, (written - sliding_window + 1) // size)
     if ended:
         close_gaps(rows)
+    return ended or lost
 
 
 @njit

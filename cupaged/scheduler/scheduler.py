@@ -218,7 +218,8 @@ class Scheduler:
             batch.rows, batch.serials, batch.flags, batch.seq_lens, output.token_ids, output.num_tokens
         )
         rows, pools, window = self._table.rows, self.block_manager.pools, self.config.sliding_window
-        apply_output(rows, pools, step, window, (num_appended, reasons))
+        if not apply_output(rows, pools, step, window, (num_appended, reasons)):
+            return Update(sequences, num_appended, reasons)
         for i in np.flatnonzero(num_appended < 0).tolist():
             sequences[i] = None
         for i in np.flatnonzero(reasons != NOT_FINISHED).tolist():

@@ -11,6 +11,7 @@ from cupaged.backend.base import Array, Backend
 from cupaged.batch import Batch, Flag, StepOutput, TokenLogprobs
 from cupaged.models import Model
 
+SAMPLES = np.int32(Flag.SAMPLES)  # 1: as a number, the tokens that a sequence samples
 LOGITS_CHUNK = 256  # rows of logits alive at once; each chunk reads the head's weights anew
 
 Fetch = Callable[[], NDArray[Any]]
@@ -31,17 +32,16 @@ class SampledStep(NamedTuple):
     host: Batch
     token_ids: Fetch  # int32[num_seqs or more]
     chunks: list[LogprobChunk]
-    wanted: NDArray[np.int32]  # [num_logits], top n that each row must report, -1 where none
 
     def result(self) -> StepOutput:
         """Wait for the step and return what it gives back; the batch's buffer must be as it was."""
         host = self.host
-        num_tokens = ((host.flags & Flag.SAMPLES) != 0).astype(np.int32)
-        token_ids = np.where(num_tokens > 0, self.token_ids()[: host.num_seqs], -1)
+        num_tokens = host.flags & SAMPLES
+        token_ids = np.where(num_tokens, self.token_ids()[: host.num_seqs], -1)
         return StepOutput(token_ids.reshape(-1, 1), num_tokens, self._logprobs() if self.chunks else None)
 
     def _logprobs(self) -> TokenLogprobs:
-        host, asked = self.host, self.wanted >= 0
+        host, asked = self.host, _num_top(self.host) >= 0
         parts = [[fetch()[: len(keep)][keep] for fetch in fetches] for keep, *fetches in self.chunks]
         columns = map(np.concatenate, zip(*parts, strict=True))  # token_ids, logprobs, ranks
         return TokenLogprobs(host.logit_seq[asked], host.logit_target[asked] >= 0, *columns)
@@ -59,18 +59,16 @@ class Sampler:
 
     def sample(self, hidden: Array, batch: Batch, host: Batch) -> SampledStep:
         """Sample the rows of logit_index; `host` is `batch` on the host. hidden [num_tokens, hidden_size]."""
-        wanted = _num_top(host)
-        sample = partial(self._sample, hidden, batch, host, wanted)
-        has_logprobs = wanted.max(initial=-1) >= 0
-        chunks = sample() if has_logprobs else self._backend.run_sampling(batch, hidden, sample)
-        return SampledStep(host, self._backend.fetch(self._token_ids[: batch.num_seqs]), chunks, wanted)
+        sample = partial(self._sample, hidden, batch, host)
+        may_report = max(host.num_logprobs.max(initial=-1), host.num_prompt_logprobs.max(initial=-1)) >= 0
+        chunks = sample() if may_report else self._backend.run_sampling(batch, hidden, sample)
+        return SampledStep(host, self._backend.fetch(self._token_ids[: batch.num_seqs]), chunks)
 
-    def _sample(
-        self, hidden: Array, batch: Batch, host: Batch, wanted: NDArray[np.int32]
-    ) -> list[LogprobChunk]:
+    def _sample(self, hidden: Array, batch: Batch, host: Batch) -> list[LogprobChunk]:
         """Set token_ids and last_token, undefined where a sequence does not sample."""
         backend = self._backend
-        token_ids, num_top = self._token_ids[: batch.num_seqs], int(wanted.max(initial=-1))
+        token_ids, wanted = self._token_ids[: batch.num_seqs], _num_top(host)
+        num_top = int(wanted.max(initial=-1))
         chunks: list[LogprobChunk] = []
         backend.begin_layer()
         for first in range(0, host.num_logits, LOGITS_CHUNK):
