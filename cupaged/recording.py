@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 from llvmlite import ir
 from numba import typeof as _typeof
+from numba._dispatcher import compute_fingerprint
 from numba.core import types
 from numba.core.compiler_lock import global_compiler_lock as _global_compiler_lock
 from numba.core.dispatcher import Dispatcher
@@ -26,6 +27,7 @@ MOST_AHEAD = 16 << 20  # bytes; what lies behind a matrix is mostly what is want
 
 _WORD = ir.IntType(64)
 ENTRY_TYPE = ir.FunctionType(ir.IntType(32), [_WORD.as_pointer()])
+_chosen: dict[Any, Any] = {}  # compiled kernels, by the kernel and what its arguments look like
 _entries: dict[Any, int] = {}  # addresses, by the library of the compiled kernel
 
 
@@ -37,7 +39,7 @@ class Recording:
         self.calls = calls
         self.reads = [(i, array) for i, array in enumerate(reads) if array is not None]
         self.table: NDArray[np.int64] | None = None  # [calls, 4], or None: a kernel is not compiled
-        if all(isinstance(kernel, Dispatcher) for kernel, _ in calls):
+        if calls and all(isinstance(kernel, Dispatcher) for kernel, _ in calls):
             self._fill_table()
 
     def follow(self, other: "Recording") -> None:
@@ -49,7 +51,8 @@ class Recording:
         compiled = [_compiled(kernel, args) for kernel, args in self.calls]
         arguments = [
             np.array(
-                [word for pair in zip(args, kernel.signature.args, strict=True) for word in _words(*pair)]
+                [word for pair in zip(args, kernel.signature.args, strict=True) for word in _words(*pair)],
+                np.int64,
             )
             for kernel, (_, args) in zip(compiled, self.calls, strict=True)
         ]
@@ -69,13 +72,17 @@ def _fetch_ahead(row: NDArray[np.int64], array: Array) -> None:
 
 
 def _compiled(kernel: Any, args: Sequence[Any]) -> Any:
-    """Return what the kernel was compiled to for such arguments."""
-    given = [typeof(arg) for arg in args]
-    context = kernel.targetdescr.typing_context
-    for declared, compiled in kernel.overloads.items():
-        if all(context.can_convert(*pair) is not None for pair in zip(given, declared, strict=True)):
-            return compiled
-    raise TypeError(f"{kernel.__name__} is not compiled for {given}; add it to backend/cpu_kernels.py")
+    """Return what the kernel was compiled to for such arguments: what Python's call would choose."""
+    key = kernel, len(kernel.overloads), compute_fingerprint(tuple(args))
+    if key not in _chosen:
+        given = [typeof(arg) for arg in args]
+        cases = [compiled.signature for compiled in tuple(kernel.overloads.values())]
+        best = kernel.targetdescr.typing_context.resolve_overload(kernel.__name__, cases, given, {})
+        if best is None:
+            name = kernel.__name__
+            raise TypeError(f"{name} is not compiled for {given}; add it to backend/cpu_kernels.py")
+        _chosen[key] = kernel.overloads[best.args]
+    return _chosen[key]
 
 
 def _words(value: Any, kind: Any) -> list[int]:

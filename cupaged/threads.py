@@ -326,11 +326,12 @@ class ParallelRunner:
     def _team(self) -> Iterator[None]:
         """Have the team at this thread's disposal."""
         with _lock:
-            if self.num_threads > 1 and not numba.config.DISABLE_JIT:
-                _hire(self.num_threads)
-                _set_running(True)
-            limit, _words[LIMIT] = _words[LIMIT], self.num_threads
-            try:
+            limit = _words[LIMIT]
+            try:  # from here on: an interrupt must not leave threads that never sleep
+                if self.num_threads > 1 and not numba.config.DISABLE_JIT:
+                    _hire(self.num_threads)
+                    _set_running(True)
+                _words[LIMIT] = self.num_threads
                 yield
             finally:
                 _words[LIMIT] = limit

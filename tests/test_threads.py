@@ -10,12 +10,16 @@ from typing import Any
 
 import numpy as np
 import pytest
+from numba.core import types
 from numpy.typing import NDArray
 
 from cupaged import threads
-from cupaged.jit import njit, njit_inner
+from cupaged.jit import njit, njit_inner, specialize
 from cupaged.kernels.parallel import parallel_for
-from cupaged.threads import ParallelRunner, available_cpus, num_team_threads
+from cupaged.recording import MOST_AHEAD, Recording
+from cupaged.threads import ParallelRunner, available_cpus, claim_ahead, num_team_threads
+
+ROOT = Path(__file__).parent.parent
 
 
 @njit_inner
@@ -30,6 +34,21 @@ def count(counts: Any, work: int, pieces: int) -> None:
     parallel_for(count_range, counts.shape[0], pieces, (counts, work))
 
 
+COUNT_SIGNATURE = "void(i8[::1],i8,i8)"
+
+
+@njit
+def claim(places: Any, num_bytes: int) -> None:
+    for i in range(places.shape[0]):
+        places[i] = claim_ahead(num_bytes)
+
+
+CLAIM_SIGNATURE = "void(i8[::1],i8)"
+
+
+this_thread: Any = types.ExternalFunction("pthread_self", types.int64())
+
+
 def counts(n: int = 256) -> NDArray[np.int64]:
     return np.zeros(n, np.int64)
 
@@ -41,7 +60,9 @@ def fail() -> None:
 def run_python(*code: str) -> list[str]:
     """Run the code in a fresh process and return the words it prints."""
     script = "\n".join(map(textwrap.dedent, code))
-    result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
+    result = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, check=False, cwd=ROOT
+    )
     assert result.returncode == 0, result.stdout + result.stderr
     return result.stdout.split()
 
@@ -56,6 +77,23 @@ def test_each_piece_is_done_once(num_threads: int, pieces: int, monkeypatch: pyt
         runner.run([(count, (done, 1, pieces))] * 25)
 
     assert (done == 500).all()
+
+
+@pytest.mark.parametrize("num_threads", [1, 2, 3])
+def test_each_piece_of_a_recording_is_done_once_each_time(
+    num_threads: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(threads, "available_cpus", lambda: 4)
+    specialize(count, COUNT_SIGNATURE)
+    done, runner, others = counts(), ParallelRunner(num_threads), counts(7)
+    calls = [(count, (done, 1, pieces)) for pieces in (1, 2, 7, 256)] + [(count, (others, 3, 5))]
+    recording = Recording(calls, [done, None, others, done, None])
+
+    for _ in range(100):
+        runner.play(recording)
+
+    assert (done == 400).all()
+    assert (others == 100).all()
 
 
 def test_a_kernel_runs_without_the_team() -> None:
@@ -140,6 +178,34 @@ def test_a_kernel_ends_when_the_last_thread_has_done_its_piece(
         assert done.all()
 
 
+@njit_inner
+def note_range(owners: Any, bounds: Any) -> None:
+    for i in range(*bounds):
+        owners[i] = this_thread()
+        for _ in range(20):
+            threads._yield()
+
+
+@njit
+def note(owners: Any) -> None:
+    parallel_for(note_range, owners.shape[0], owners.shape[0], (owners,))
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="threads are not told by pthread_self there")
+def test_no_more_threads_share_a_kernel_than_its_runner_has(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(threads, "available_cpus", lambda: 4)
+    many, few, owners = ParallelRunner(4), ParallelRunner(2), counts(8)
+    found: set[int] = set()
+
+    for _ in range(100):
+        many.run([(note, (owners,))])  # so all are awake
+        few.run([(note, (owners,))])
+        found.update(owners.tolist())
+
+    assert threading.get_ident() in found
+    assert len(found) <= 2
+
+
 def test_threads_sleep_when_nothing_has_run_for_a_while() -> None:
     code = """
     import os, time
@@ -155,6 +221,93 @@ def test_threads_sleep_when_nothing_has_run_for_a_while() -> None:
     """
 
     assert run_python(code) == ["1"]
+
+
+def test_what_is_fetched_ahead_is_claimed_piece_by_piece_until_the_end() -> None:
+    code = """
+    import numpy as np
+    from cupaged.jit import specialize
+    from cupaged.recording import MOST_AHEAD, Recording
+    from cupaged.threads import ParallelRunner
+    from tests.test_threads import CLAIM_SIGNATURE, claim, counts
+    specialize(claim, CLAIM_SIGNATURE)
+    a, b, c = (np.zeros(8) for _ in range(3))
+    places = [counts(3) for _ in range(4)]
+    sizes = (64, 128, 1 << 23, 1 << 23)
+    recording = Recording(list(zip([claim] * 4, zip(places, sizes))), [a, b, None, c])
+    ParallelRunner(1).play(recording)
+    for array, found in zip((b, c, c, c), places):
+        print(*(place - array.ctypes.data if place else "none" for place in found))
+    """
+
+    assert run_python(code) == [
+        *("0", "64", "128"),  # of b, while a is read
+        *("0", "128", "256"),  # of c, while b is read
+        *("384", str(384 + MOST_AHEAD // 2), "none"),
+        *("none", "none", "none"),
+    ]
+
+
+def test_nothing_is_claimed_where_no_recording_is_played() -> None:
+    code = """
+    from cupaged.jit import specialize
+    from cupaged.threads import ParallelRunner
+    from tests.test_threads import CLAIM_SIGNATURE, claim, counts
+    specialize(claim, CLAIM_SIGNATURE)
+    places = counts(2) - 1
+    ParallelRunner(1).run([(claim, (places, 64))])
+    print(*places)
+    """
+
+    assert run_python(code) == ["0", "0"]
+    assert claim_ahead(64) == 0  # in Python
+
+
+def test_threads_fetch_what_is_read_next_and_then_sleep() -> None:
+    code = """
+    import time
+    import numpy as np
+    from cupaged import threads
+    from cupaged.jit import specialize
+    from cupaged.recording import MOST_AHEAD, Recording
+    from tests.test_threads import COUNT_SIGNATURE, count, counts
+    threads.available_cpus = lambda: 3
+    specialize(count, COUNT_SIGNATURE)
+    runner, weights = threads.ParallelRunner(3), np.ones(MOST_AHEAD // 4)
+    recording = Recording([(count, (counts(), 20000, 16))] * 2, [weights, weights])
+    recording.follow(recording)
+    for _ in range(100):  # until they have woken up while it was played
+        runner.play(recording)
+        time.sleep(0.05)
+        fetched = threads._words[threads.FETCH] - weights.ctypes.data
+        if fetched >= MOST_AHEAD:
+            break
+    print(int(MOST_AHEAD <= fetched <= MOST_AHEAD + 2 * threads.FETCHED))
+    del weights, recording
+    time.sleep(0.5)
+    before = time.process_time()
+    time.sleep(0.5)
+    print(int((time.process_time() - before) < 0.25))
+    """
+
+    assert run_python(code) == ["1", "1"]
+
+
+def test_an_interrupt_before_the_first_kernel_leaves_no_thread_awake(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(threads, "available_cpus", lambda: 2)
+    runner, set_running, before = ParallelRunner(2), threads._set_running, num_team_threads()
+
+    def interrupted(running: bool) -> None:
+        set_running(running)
+        if running:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(threads, "_set_running", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        runner.run([(count, (counts(), 1, 16))])
+
+    assert not threads._running
+    assert num_team_threads() == before
 
 
 def test_limit_of_the_team_is_as_before_afterwards() -> None:
@@ -180,15 +333,19 @@ def test_a_forked_process_has_a_team_of_its_own() -> None:
     import os, warnings
     import numpy as np
     from cupaged.kernels.gated_mul import silu_mul_cpu
+    from cupaged.recording import Recording
     from cupaged.threads import ParallelRunner
     warnings.simplefilter("ignore")  # that a process with threads forks
     x, out = np.ones((512, 512), np.float32), np.zeros((512, 256), np.float32)
     runner = ParallelRunner(2)
     runner.run([(silu_mul_cpu, (x, out))] * 50)
+    recording = Recording([(silu_mul_cpu, (x, out))] * 50, [x, out] * 25)
+    runner.play(recording)
     child = os.fork()
-    out[:] = 0
-    runner.run([(silu_mul_cpu, (x, out))] * 50)
-    assert out.all()
+    for run in (runner.run, lambda _: runner.play(recording)):
+        out[:] = 0
+        run([(silu_mul_cpu, (x, out))] * 50)
+        assert out.all()
     if child:
         print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
     """

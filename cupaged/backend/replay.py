@@ -16,7 +16,7 @@ from cupaged.batch import Batch
 from cupaged.recording import Call, Recording
 from cupaged.threads import ParallelRunner
 
-MOST_KEPT = 32  # parts; a forward of a small model is some 300 calls
+MOST_KEPT = 64  # parts, two a step; a forward of a small model is some 300 calls, half a megabyte
 
 
 class Step(NamedTuple):

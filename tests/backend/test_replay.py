@@ -1,6 +1,10 @@
 """Replay: a step of a known shape makes the calls of the one before it, and only such a step does."""
 
+import gc
+import weakref
 from collections.abc import Callable
+from functools import partial
+from typing import Any
 
 import numpy as np
 import pytest
@@ -9,7 +13,15 @@ from cupaged.backend.arena import Arena, HostMemory
 from cupaged.backend.base import Array
 from cupaged.backend.replay import MOST_KEPT, Replay
 from cupaged.batch import Batch, padding_batch
+from cupaged.jit import njit, specialize
+from cupaged.recording import AHEAD, Recording
 from cupaged.threads import ParallelRunner
+
+
+@njit
+def multiply(x: Any, weight: Any, out: Any) -> None:
+    for i in range(out.shape[0]):
+        out[i] = x[i] * weight[0]
 
 
 def decodes(num_seqs: int = 2, table_width: int = 1) -> Batch:
@@ -141,3 +153,118 @@ def test_so_many_are_kept_and_those_used_last() -> None:
     machine.step(batches[1])
 
     assert machine.num_forwards == num_forwards + 1
+
+
+class Model(Machine):
+    """Two matrices in its forward, one where it samples; both parts are compiled, and count their runs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        specialize(multiply, "void(i4[::1],i4[::1],i4[::1])")
+        self.weights = [np.array([n], np.int32) for n in (2, 3, 5)]
+        self.num_samplings = 0
+
+    def step(self, batch: Batch) -> Array:
+        hidden = super().step(batch)
+        return self.replay.run_part("sampling", batch, lambda: self.sample(hidden), hidden)
+
+    def forward(self, batch: Batch) -> Callable[[], Array]:
+        def run() -> Array:
+            self.num_forwards += 1
+            return self.multiply(self.multiply(batch.input_ids, self.weights[0]), self.weights[1])
+
+        return run
+
+    def sample(self, hidden: Array) -> Array:
+        self.num_samplings += 1
+        return self.multiply(hidden, self.weights[2])
+
+    def multiply(self, x: Array, weight: Array) -> Array:
+        out = self.arena.take(x.shape, np.int32)
+        self.replay.run((multiply, (x, weight, out)), weight)
+        return out
+
+    def recordings(self) -> list[Recording]:
+        return [step.recording for step in self.replay._steps.values()]
+
+
+def test_both_parts_of_a_step_are_played_whatever_was_between() -> None:
+    model, batches = Model(), [decodes(), decodes(num_seqs=3), decodes()]
+    for turn in range(3):
+        for batch in batches:
+            batch.input_ids[:] = turn
+
+            assert set(model.step(batch).tolist()) == {30 * turn}
+
+    assert (model.num_forwards, model.num_samplings) == (3, 3)
+
+
+def test_parts_fetch_the_first_weights_of_the_part_that_follows() -> None:
+    model, batches = Model(), [decodes(), decodes(num_seqs=3), decodes()]
+
+    for batch in (*batches, *batches):
+        model.step(batch)
+
+    first, second, head = (weight.ctypes.data for weight in model.weights)
+    tables = [recording.table for recording in model.recordings()]
+    found = [table[:, AHEAD].tolist() for table in tables if table is not None]
+    assert found == [[second, head], [first]] * 3
+
+
+def test_what_other_arrays_go_into_is_another_part() -> None:
+    model, batch = Model(), decodes()
+    inputs = [np.full(2, n, np.int32) for n in (1, 4)]
+
+    for hidden in (*inputs, *inputs):
+        model.arena.begin_forward()
+        out = model.replay.run_part("sampling", batch, partial(model.sample, hidden), hidden)
+
+        assert set(out.tolist()) == {5 * hidden[0]}
+
+    assert model.num_samplings == 2
+
+
+def test_inputs_of_a_part_live_as_long_as_it_is_kept() -> None:
+    model, batch = Model(), decodes()
+    for n in range(MOST_KEPT + 3):  # each would lie, and be told, where the last one was, if that went
+        hidden = np.full(2, n, np.int32)
+        model.arena.begin_forward()
+        out = model.replay.run_part("sampling", batch, partial(model.sample, hidden), hidden)
+
+        assert set(out.tolist()) == {5 * n}
+        assert len(model.recordings()) == min(n + 1, MOST_KEPT)
+
+
+def test_nothing_outlives_the_engine() -> None:
+    model, batch = Model(), decodes()
+    model.step(batch)
+    model.step(batch)
+    kept = [weakref.ref(each) for each in (model.replay, model.weights[0], batch.buffer, model.arena)]
+
+    gc.disable()  # no cycles either: memory is returned at once
+    try:
+        del model, batch
+        assert [each() for each in kept] == [None] * 4
+    finally:
+        gc.enable()
+
+
+def test_a_part_without_kernels_can_be_replayed() -> None:
+    machine, batch = Machine(), decodes()
+    for _ in range(2):
+        machine.arena.begin_forward()
+        assert machine.replay.run_part("forward", batch, lambda: 7) == 7
+
+
+def test_an_error_in_a_replay_is_the_kernels_and_the_next_step_is_whole() -> None:
+    machine, batch = Machine(), decodes()
+    machine.step(batch)
+    out = machine.step(batch)
+    out.flags.writeable = False
+    with pytest.raises(ValueError, match="read-only"):
+        machine.step(batch)
+
+    out.flags.writeable = True
+    batch.input_ids[:] = 4
+
+    assert machine.step(batch).tolist() == [8, 8]

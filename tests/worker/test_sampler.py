@@ -3,11 +3,12 @@
 from typing import Any
 
 import numpy as np
+import pytest
 from numpy.typing import NDArray
 
 from cupaged.backend.base import Limits, MemoryUse
 from cupaged.backend.cpu import ADJUSTED_ROWS, CpuBackend
-from cupaged.batch import NUM_COUNTS, Batch, Bucket, Count, Flag, buffer_size, padding_batch, view
+from cupaged.batch import NUM_COUNTS, Batch, Bucket, Count, Flag, StepOutput, buffer_size, padding_batch, view
 from cupaged.worker.sampler import LOGITS_CHUNK, Sampler
 
 VOCAB_SIZE = 11
@@ -28,7 +29,11 @@ class HiddenIsLogits:
 
 
 def make_batch(
-    num_seqs: int, targets: list[list[int]] | None = None, banned: list[list[int]] | None = None
+    num_seqs: int,
+    targets: list[list[int]] | None = None,
+    banned: list[list[int]] | None = None,
+    *,
+    num_decodes: int = 0,
 ) -> Batch:
     """Return greedy sequences; sequence i scores the prompt tokens targets[i], then samples but banned[i]."""
     banned = banned or [[] for _ in range(num_seqs)]
@@ -39,7 +44,7 @@ def make_batch(
     buffer = np.zeros(buffer_size(bucket, len(banned_ids)), np.int32)
     arrays = view(buffer, bucket)
     arrays.counts[[Count.NUM_TOKENS, Count.NUM_SEQS, Count.NUM_LOGITS]] = num_logits, num_seqs, num_logits
-    arrays.counts[Count.NUM_BANNED] = len(banned_ids)
+    arrays.counts[[Count.NUM_BANNED, Count.NUM_DECODES]] = len(banned_ids), num_decodes
     arrays.banned_start[:] = np.cumsum([0, *map(len, banned)])
     arrays.tail[:] = banned_ids
     arrays.flags[:] = Flag.SAMPLES
@@ -211,3 +216,108 @@ def test_only_flagged_sequences_have_log_probabilities_at_their_temperature() ->
     exact = logits - np.log(np.exp(logits).sum(1, keepdims=True))
     expected = exact[[0, 1], output.token_ids[:, 0]]
     np.testing.assert_allclose(output.logprobs.logprobs[:, 0], expected, rtol=1e-5)
+
+
+class Decoding:
+    """A sampler that decodes in one buffer, step after step, with the same place for what goes in."""
+
+    def __init__(self, num_seqs: int) -> None:
+        self.sampler, self.model = make_sampler(num_seqs)
+        self.batch = make_batch(num_seqs, banned=[[0]] * num_seqs, num_decodes=num_seqs)
+        self.batch.temperature[:] = np.arange(num_seqs) % 2
+        self.batch.top_p[:] = 1
+        self.hidden = random_logits(num_seqs)
+
+    def step(self, hidden: NDArray[np.float32], *, num_logits: int = 0, banned: bool = False) -> StepOutput:
+        batch, num_seqs = self.batch, len(hidden)
+        batch.arrays.counts[Count.NUM_LOGITS] = num_logits or num_seqs
+        batch.arrays.counts[Count.NUM_BANNED] = num_seqs if banned else 0
+        batch.output_position[:] += 1
+        batch = Batch(batch.buffer, batch.bucket, batch.serials)
+        self.hidden[:] = hidden
+        self.sampler._backend.begin_forward()
+        return self.sampler.sample(self.hidden, batch, batch).result()
+
+    @property
+    def num_runs(self) -> int:
+        return len(self.model.rows_seen)
+
+
+def in_another_buffer(batch: Batch) -> Batch:
+    return Batch(batch.buffer.copy(), batch.bucket, batch.serials)
+
+
+def several(num_steps: int, num_seqs: int) -> list[NDArray[np.float32]]:
+    logits = np.random.default_rng(5).standard_normal((num_steps, num_seqs, VOCAB_SIZE))
+    return list(logits.astype(np.float32))
+
+
+@pytest.mark.parametrize("num_seqs", [1, 4, LOGITS_CHUNK + 3])
+def test_tokens_of_replayed_steps_are_those_of_steps_that_are_not(num_seqs: int) -> None:
+    replayed, other = Decoding(num_seqs), Decoding(num_seqs)
+    steps = several(5, num_seqs)
+
+    for hidden in steps:
+        other.batch = in_another_buffer(other.batch)
+        found, expected = replayed.step(hidden), other.step(hidden)
+
+        assert found.token_ids.tolist() == expected.token_ids.tolist()
+        assert found.token_ids[::2, 0].tolist() == hidden[::2].argmax(1).tolist()
+        assert found.logprobs is None
+        assert replayed.sampler.last_token.tolist() == found.token_ids[:, 0].tolist()
+
+    chunks = -(-num_seqs // LOGITS_CHUNK)
+    assert (replayed.num_runs, other.num_runs) == (chunks, chunks * len(steps))
+
+
+def test_log_probabilities_between_replayed_steps_are_of_their_own_step() -> None:
+    decoding, steps = Decoding(2), several(6, 2)
+    wants = [False, False, True, False, True, False]
+    for hidden, wanted in zip(steps, wants, strict=True):
+        decoding.batch.num_logprobs[1] = 0 if wanted else -1
+
+        output = decoding.step(hidden)
+
+        assert output.token_ids[0, 0] == hidden[0].argmax()
+        assert (output.logprobs is not None) == wanted
+        if output.logprobs is not None:
+            exact = hidden[1] - np.log(np.exp(hidden[1].astype(np.float64)).sum())
+            token = output.token_ids[1, 0]
+            assert output.logprobs.token_ids.tolist() == [[token]]
+            np.testing.assert_allclose(output.logprobs.logprobs[0, 0], exact[token], rtol=1e-5)
+
+    assert decoding.num_runs == 1 + wants.count(True)
+
+
+def test_bans_between_replayed_steps_are_of_their_own_step() -> None:
+    decoding, steps = Decoding(2), several(6, 2)
+    bans = [False, False, True, False, True, False]
+    for hidden, banned in zip(steps, bans, strict=True):
+        hidden[0, 0] = 9  # the token that is banned in some of the steps
+
+        output = decoding.step(hidden, banned=banned)
+
+        assert output.token_ids[0, 0] == (1 + hidden[0, 1:].argmax() if banned else 0)
+
+    assert decoding.num_runs == 1 + bans.count(True)
+
+
+def test_a_step_in_which_not_all_sample_is_not_replayed() -> None:
+    decoding, steps = Decoding(3), several(4, 3)
+    for hidden, num_logits in zip(steps, (2, 3, 2, 3), strict=True):
+        output = decoding.step(hidden, num_logits=num_logits)
+
+        greedy = [0] if num_logits == 2 else [0, 2]
+        assert output.token_ids[greedy, 0].tolist() == hidden[greedy].argmax(1).tolist()
+
+    assert decoding.num_runs == 3
+
+
+def test_prompts_are_not_replayed() -> None:
+    decoding = Decoding(2)
+    decoding.batch.arrays.counts[Count.NUM_DECODES] = 1
+
+    for hidden in several(3, 2):
+        assert decoding.step(hidden).token_ids[0, 0] == hidden[0].argmax()
+
+    assert decoding.num_runs == 3
