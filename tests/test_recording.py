@@ -106,13 +106,14 @@ def test_arguments_of_every_kind_are_those_of_a_call(scalars: tuple[Any, ...]) -
     frozen, empty = x.view(), np.empty(0, np.float32)
     frozen.flags.writeable = False
     played, called = np.zeros(5), np.zeros(5)
-    given: Any = (frozen, *scalars, strided, empty)
+    given = (frozen, *scalars, strided, empty)
+    arguments: Any = (*given, called)
     again = record((mix, (*given, played)))
 
     for _ in range(2):
         x[:], strided[:] = numbers.random(5), numbers.random((5, 3))
         play(again)
-        mix(*given, called)
+        mix(*arguments)
 
         np.testing.assert_array_equal(played, called)
 
