@@ -226,13 +226,36 @@ def test_what_other_arrays_go_into_is_another_part() -> None:
 
 def test_inputs_of_a_part_live_as_long_as_it_is_kept() -> None:
     model, batch = Model(), decodes()
-    for n in range(MOST_KEPT + 3):  # each would lie, and be told, where the last one was, if that went
-        hidden = np.full(2, n, np.int32)
+    for n in range(MOST_KEPT + 3):  # each would be where the last one was, if that went, and be taken for it
+        hidden = np.full(4, n, np.int32)[:2]
         model.arena.begin_forward()
-        out = model.replay.run_part("sampling", batch, partial(model.sample, hidden), hidden)
+        sample = partial(model.sample, hidden.reshape(-1))
+        out = model.replay.run_part("sampling", batch, sample, hidden)
 
         assert set(out.tolist()) == {5 * n}
         assert len(model.recordings()) == min(n + 1, MOST_KEPT)
+
+
+def test_parts_are_told_by_their_names() -> None:
+    model, batch = Model(), decodes()
+    batch.input_ids[:] = 1
+    for name, weight in (("forward", 0), ("sampling", 1), ("forward", 0), ("sampling", 1)):
+        model.arena.begin_forward()
+        part = partial(model.multiply, batch.input_ids, model.weights[weight])
+
+        assert set(model.replay.run_part(name, batch, part).tolist()) == {2 + weight}
+
+
+def test_a_new_part_follows_the_one_that_was_played_last() -> None:
+    model, known, lone, new = Model(), decodes(), decodes(), decodes()
+    model.step(known)
+    Machine.step(model, lone)  # without sampling, as of a step whose log-probabilities somebody wants
+    model.step(known)
+    Machine.step(model, new)
+
+    table, head = model.recordings()[-1].table, model.weights[-1]
+    assert table is not None
+    assert table[-1, AHEAD] == head.ctypes.data
 
 
 def test_nothing_outlives_the_engine() -> None:
