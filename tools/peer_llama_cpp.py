@@ -8,6 +8,7 @@ them: a batch holds one token of each running sequence, and prompts fill what is
 import ctypes
 import json
 import sys
+from collections.abc import Callable
 from importlib import import_module
 from time import perf_counter
 from typing import Any
@@ -101,20 +102,30 @@ def run_single(context: Context, prompt: list[int], length: int) -> list[float]:
     return [times[0], times[-1]]
 
 
+def repeated(run: Callable[[], float], order: dict[str, Any]) -> list[float]:
+    """Return the seconds of each run, as many as the order wants and has the patience for."""
+    found: list[float] = []
+    while len(found) < order["repeat"] and sum(found) < order["patience"]:
+        found.append(run())
+    return found
+
+
 def main() -> None:
     """Run both workloads as often as the order says."""
     order = json.load(sys.stdin)
     prompts, lengths = order["prompts"], order["output_lengths"]
-    longest = max(len(prompt) + length for prompt, length in zip(prompts, lengths, strict=True))
+    longest = max(map(sum, zip(map(len, prompts), lengths, strict=True)), default=0)
     room = -(-max(longest, len(order["prompt"]) + order["length"]) // 256) * 256
-    context = Context(order["gguf"], order["threads"], len(prompts), room)
-    run_all(context, prompts[:2], [2, 2])  # warms up
-    offline = [run_all(context, prompts, lengths) for _ in range(order["repeat"])]
+    offline: list[float] = []
+    if prompts:
+        context = Context(order["gguf"], order["threads"], len(prompts), room)
+        run_all(context, prompts[:2], [2, 2])  # warms up
+        offline = repeated(lambda: run_all(context, prompts, lengths), order)
     alone = Context(order["gguf"], order["threads"], 1, room)
     run_single(alone, order["prompt"], 2)
     single = [run_single(alone, order["prompt"], order["length"]) for _ in range(order["repeat"])]
     description = ctypes.create_string_buffer(128)
-    context.lib.llama_model_desc(context.model, description, len(description))
+    alone.lib.llama_model_desc(alone.model, description, len(description))
     answer = {
         "version": f"llama-cpp-python {import_module('llama_cpp').__version__}",
         "dtype": description.value.decode().split()[-1],  # such as "llama 256M Q4_1"

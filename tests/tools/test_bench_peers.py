@@ -74,8 +74,9 @@ def test_every_engine_gets_the_same_requests_in_a_process_of_its_own(
     vocab_size = json.loads((tiny_llama_dir / "config.json").read_text())["vocab_size"]
     workload = make_workload(64, 0, prompt_mean=128, output_mean=96, vocab_size=vocab_size)
     for _, order, environment in asked:
-        assert order["prompts"] == workload.prompts
-        assert order["output_lengths"] == workload.output_lengths
+        is_one_thread = order["threads"] == 1
+        assert order["prompts"] == ([] if is_one_thread else workload.prompts)
+        assert order["output_lengths"] == ([] if is_one_thread else workload.output_lengths)
         assert len(order["prompt"]) == 64
         assert order["repeat"] == (1 if order["dtype"] == "float32" else 3)
         assert environment["OMP_WAIT_POLICY"] == "passive"
