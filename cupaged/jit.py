@@ -26,9 +26,11 @@ from llvmlite import __version__ as llvmlite_version
 from numba.core.codegen import JITCodeLibrary
 from numba.core.compiler import Compiler
 from numba.core.dispatcher import Dispatcher
+from numba.core.sigutils import normalize_signature as _normalize_signature
 
 from cupaged.paths import user_cache_dir
 
+normalize_signature: Any = _normalize_signature  # untyped
 F = TypeVar("F", bound=Callable[..., Any])
 
 # Two engines may start at once, and both change what the process has once: Numba's settings, a dispatcher's.
@@ -85,7 +87,7 @@ def cache_dir(module: str) -> str:
     """Return the cache folder of the module at the path `module`; remove those long unused."""
     folder = user_cache_dir() / "numba" / source_key(Path(module))
     new = not folder.exists()
-    with contextlib.suppress(OSError):  # a read-only home compiles in memory, as Numba does there
+    with contextlib.suppress(OSError):  # where it cannot be written, all is compiled in memory
         folder.mkdir(parents=True, exist_ok=True)
         os.utime(folder)
         for other in folder.parent.iterdir() if new else ():
@@ -133,10 +135,12 @@ def njit(function: Any = None, **options: Any) -> Any:
     if function is None:
         return functools.partial(njit, **options)
     config: Any = numba.config
+    folder = cache_dir(function.__code__.co_filename)
     with _lock:
-        before, config.CACHE_DIR = config.CACHE_DIR, cache_dir(function.__code__.co_filename)
+        before, config.CACHE_DIR = config.CACHE_DIR, folder
         try:
-            ours: Any = {"cache": True, "nogil": True, "no_cfunc_wrapper": True}
+            # Elsewhere, beside the source, Numba's cache would not notice edits.
+            ours: Any = {"cache": os.access(folder, os.W_OK), "nogil": True, "no_cfunc_wrapper": True}
             dispatcher: Any = numba.njit(**options | ours)(function)
         finally:
             config.CACHE_DIR = before
@@ -167,10 +171,16 @@ def specialize(function: Callable[..., Any], signature: str) -> None:
     is contiguous), and nothing is compiled while requests are served.
     """
     if isinstance(function, Dispatcher):  # else the compiler is off
+        dispatcher: Any = function
+        kinds, _ = normalize_signature(signature)
         with _lock:
-            function.disable_compile(False)
-            function.compile(signature)
-            function.disable_compile()
+            dispatcher.disable_compile(False)
+            dispatcher.compile(signature)
+            if tuple(kinds) not in dispatcher.overloads:
+                # Two processes gave one name to what they compiled for two signatures, and it was loaded.
+                dispatcher._cache.flush()
+                dispatcher.compile(signature)
+            dispatcher.disable_compile()
         set_compiled(function, signature)
 
 

@@ -187,7 +187,35 @@ def test_folder_that_is_used_does_not_grow_old(package: Path) -> None:
 def test_home_that_cannot_be_written_still_compiles(package: Path) -> None:
     (package.parent.parent / "cache").touch()  # a file where the folder would be
 
-    assert run(package, "from cupaged.caller import ask; print(ask())") == "1"
+    before = run(package, ASK)
+    (package / "callee.py").write_text(CALLEE.format(2))
+
+    assert (before, run(package, ASK)) == ("1 0", "2 0")
+
+
+def test_what_two_processes_cached_under_one_name_is_compiled_anew(package: Path) -> None:
+    (package / "twice.py").write_text(
+        "from cupaged.jit import njit, specialize\n\n@njit\ndef twice(x):\n    return x * 2\n"
+    )
+    mix_up = """
+from numba import float64
+from cupaged.twice import specialize, twice
+specialize(twice, "i8(i8)")
+cache, context = twice._cache, twice.targetctx
+index = cache._cache_file._load_index()
+index[cache._index_key((float64,), context.codegen())] = next(iter(index.values()))
+cache._cache_file._save_index(index)
+"""
+    use = """
+from cupaged.twice import specialize, twice
+for signature in ("f8(f8)", "i8(i8)"):
+    specialize(twice, signature)
+print(twice(1.5), twice(3), sum(twice.stats.cache_hits.values()))
+"""
+    code = "exec({!r})".format
+    run(package, code(mix_up))
+
+    assert [run(package, code(use)) for _ in range(2)] == ["3.0 6 1", "3.0 6 2"]
 
 
 def test_sources_of_a_module_are_all_it_imports_at_any_depth() -> None:
