@@ -36,6 +36,7 @@ SHAPES = {
     "llama-3.1-8b": LLAMA_8B,
 }
 TIED = {"llama-3.2-1b"}
+PREFILLED = 2048  # tokens of prompts in a step
 MOST_READ = 1 << 30  # bytes; more would not be read faster or slower
 
 
@@ -68,9 +69,12 @@ def batches_of(args: argparse.Namespace) -> list[int]:
 
 def make_engine(directory: str, args: argparse.Namespace, num_steps: int, **options: Any) -> LLMEngine:
     """Return an engine with room for the largest batch, and num_steps decodes after its prompts."""
-    given = {"max_num_seqs": max([1, *batches_of(args)]), "num_threads": args.num_threads}
+    largest = max([1, *batches_of(args)])
+    # The first sequences decode while the prompts of the last ones are computed.
+    num_prefills = -(-largest * args.context // PREFILLED) + 1
+    given = {"max_num_seqs": largest, "max_num_batched_tokens": PREFILLED + largest}
     given |= {"dtype": args.dtype, "quantization": args.quantization, "enable_prefix_caching": False}
-    given |= {"max_model_len": args.context + num_steps}
+    given |= {"max_model_len": args.context + num_prefills + num_steps, "num_threads": args.num_threads}
     return LLMEngine(EngineConfig.create(directory, device="cpu", **given | options))
 
 
@@ -92,6 +96,7 @@ def decoding(engine: LLMEngine, batch: int, context: int) -> Iterator[None]:
     while len(begun) < batch:
         begun |= {output.request_id for output in engine.step()}
     yield
+    assert engine.scheduler.num_running == batch, "a sequence has ended before it was to"
     for name in names:
         engine.abort(name)
 

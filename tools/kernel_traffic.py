@@ -82,9 +82,8 @@ def _nothing(arrays: Mapping[str, Array]) -> int:  # noqa: ARG001
 
 
 def _embedding_bytes(arrays: Mapping[str, Array]) -> int:
-    """Return the bytes of the lines in which the rows lie: each word of a row has one of its own."""
-    pair = 4 // arrays["panels"].itemsize
-    return arrays["out"].size // pair * LINE
+    """Return the bytes of the lines in which the rows lie: each group of inputs has one of its own."""
+    return int(arrays["out"].size) // int(arrays["panels"].shape[3]) * LINE
 
 
 def _written_kv_bytes(arrays: Mapping[str, Array]) -> int:

@@ -42,12 +42,13 @@ def test_embedding_reads_the_lines_of_its_rows_only() -> None:
     assert label_of(embedding_cpu, args) == "embedding"
 
 
-def test_embedding_of_bytes_reads_a_line_for_four_inputs() -> None:
-    panels, scales = np.zeros((50, 12, 16, 4), np.int8), floats(800)
+@pytest.mark.parametrize("group", [2, 4])
+def test_embedding_of_bytes_reads_a_line_for_each_group_of_inputs(group: int) -> None:
+    panels, scales = np.zeros((50, 48 // group, 48, group), np.int8), floats(2400)
 
     moved = traffic(embedding_int8_cpu, (ints(3, 1), panels, scales, floats(2, 48))).num_bytes
 
-    assert moved == 4 * 2 + 2 * 12 * 64 + 4 * 2 * 48
+    assert moved == 4 * 2 + 2 * 48 // group * 64 + 4 * 2 * 48
 
 
 def test_gather_reads_the_rows_that_it_writes() -> None:

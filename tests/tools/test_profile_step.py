@@ -15,8 +15,8 @@ from cupaged.config import EngineConfig
 from cupaged.engine.llm_engine import LLMEngine
 from cupaged.models import load_model_config
 from cupaged.sampling_params import SamplingParams
-from tools import bench_shape, profile_step
-from tools.cpu_steps import add_arguments, make_engine, model_of
+from tools import bench_shape, cpu_steps, profile_step
+from tools.cpu_steps import add_arguments, decoding, make_engine, model_of
 from tools.kernel_traffic import name_of, traffic
 from tools.profile_step import timed_kernels
 
@@ -133,8 +133,24 @@ def test_engine_is_the_one_that_was_asked_for(tiny_llama_dir: Path) -> None:
 
     config = engine.config
     assert (config.quantization, config.dtype, config.num_threads) == ("int8", "bfloat16", 1)
-    assert (config.max_num_seqs, engine.max_model_len) == (3, 14)
+    assert (config.max_num_seqs, engine.max_model_len) == (3, 9 + 2 + 5)  # two steps of prompts
     assert not config.enable_prefix_caching
+
+
+def test_all_sequences_decode_in_every_step_however_long_their_prompts_took(
+    tiny_llama_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cpu_steps, "PREFILLED", 32)
+    parser = argparse.ArgumentParser()
+    add_arguments(parser, batch="1")
+    args = parser.parse_args([str(tiny_llama_dir), "--batch", "30", "--context", "16"])
+    engine = make_engine(str(tiny_llama_dir), args, num_steps=6)
+
+    with decoding(engine, 30, args.context):
+        outputs = [len(engine.step()) for _ in range(5)]
+
+    engine.close()
+    assert outputs == [30] * 5
 
 
 @pytest.mark.parametrize(
