@@ -157,8 +157,10 @@ def test_arrays_live_as_long_as_the_recording() -> None:
     again = record((add, (x, out)))
 
     del x
+    others = [np.full(n, -1) for n in range(64) for _ in range(9)]  # in memory that nothing uses any more
     play(again)
     assert (out == 1).all()
+    assert all((other == -1).all() for other in others)
     del again
 
     assert kept() is None

@@ -225,15 +225,17 @@ def test_what_other_arrays_go_into_is_another_part() -> None:
 
 
 def test_inputs_of_a_part_live_as_long_as_it_is_kept() -> None:
-    model, batch = Model(), decodes()
-    for n in range(MOST_KEPT + 3):  # each would be where the last one was, if that went, and be taken for it
-        hidden = np.full(4, n, np.int32)[:2]
+    model, batch, memory = Model(), decodes(), np.ones(4, np.int32)
+    kept = []
+    for _ in range(MOST_KEPT + 3):
+        hidden = memory[:2]  # which its kernels do not keep; another one must not be taken for it
         model.arena.begin_forward()
-        sample = partial(model.sample, hidden.reshape(-1))
-        out = model.replay.run_part("sampling", batch, sample, hidden)
+        model.replay.run_part("sampling", batch, partial(model.sample, hidden[:]), hidden)
+        kept.append(weakref.ref(hidden))
+    del hidden
 
-        assert set(out.tolist()) == {5 * n}
-        assert len(model.recordings()) == min(n + 1, MOST_KEPT)
+    assert [each() is not None for each in kept] == [False] * 3 + [True] * MOST_KEPT
+    assert model.num_samplings == len(kept)
 
 
 def test_parts_are_told_by_their_names() -> None:
