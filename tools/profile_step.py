@@ -6,9 +6,9 @@
     python -m tools.profile_step llama-3.2-1b --quantization int8  a shape, with random weights
 
 The limit is the memory's bandwidth: the median of parallel reads of as many bytes as the weights have, made
-before each profile by as many threads. What fits in the caches may be above it; a matrix product of many rows
-computes longer than it reads, so its GFLOP/s stand beside. Times are medians over steps; what is left between
-the kernels is Python, the scheduler, the sampler and the calls themselves. The last line is JSON.
+before each profile by as many threads. What fits in the caches, or is fetched ahead, may be above it; a
+matrix product of many rows computes longer than it reads, so its GFLOP/s stand beside. Times are medians over
+steps; what is left between the kernels is Python: scheduler, sampler, requests. The last line is JSON.
 """
 
 import argparse
@@ -101,15 +101,21 @@ def timed_kernels() -> Iterator[list[Timed]]:
         yield found
 
 
-def seconds_of_clock(count: int = 200, repeats: int = 9) -> float:
-    """Return the seconds that it takes to note a call, beside the call itself."""
-    runner, nothing = ParallelRunner(1), [(lambda: None, ())] * count
-    found = []
-    for _ in range(repeats):
-        with timed_kernels() as calls:
-            (seconds,) = seconds_of(lambda: runner.run(nothing), 1)
-        found.append((seconds - sum(call.seconds for call in calls)) / count)
-    return min(found)
+@contextmanager
+def timed_team() -> Iterator[list[float]]:
+    """Note the seconds of each time that the team of threads is taken, for one kernel or for a recording."""
+    found: list[float] = []
+    take = ParallelRunner._team
+
+    @contextmanager
+    def timed(runner: ParallelRunner) -> Iterator[None]:
+        start = perf_counter()
+        with take(runner):
+            yield
+        found.append(perf_counter() - start)
+
+    with patch.object(ParallelRunner, "_team", timed):
+        yield found
 
 
 def sum_by_kind(calls: Sequence[Timed]) -> dict[str, Row]:
@@ -126,18 +132,19 @@ def sum_by_kind(calls: Sequence[Timed]) -> dict[str, Row]:
 
 def profile(step: Callable[[], Any], count: int) -> Profile:
     """Profile so many steps, in rounds: some without clocks between their kernels, some with."""
-    clock = seconds_of_clock()
     plain: list[float] = []
     between: list[float] = []
     by_kind: dict[str, list[Row]] = defaultdict(list)
     for _ in range(0, count, ROUND):
         seconds_of(step, 2)  # threads sleep while the last round is summed up
-        plain += seconds_of(step, ROUND)
+        for _ in range(ROUND):
+            with timed_team() as inside:
+                plain += seconds_of(step, 1)
+            between.append(plain[-1] - sum(inside))
         calls_of_steps = []
         for _ in range(ROUND):
             with timed_kernels() as calls:
-                (seconds,) = seconds_of(step, 1)
-            between.append(seconds - sum(call.seconds + clock for call in calls))
+                step()
             calls_of_steps.append(calls)
         for calls in calls_of_steps:  # arrays hold by now what they hold in the round's last step
             for name, row in sum_by_kind(calls).items():
