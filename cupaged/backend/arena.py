@@ -43,9 +43,15 @@ class HostMemory:
 
     def allocate(self, num_bytes: int) -> NDArray[np.uint8]:
         """Return memory that is touched only as far as it is used."""
-        memory = np.empty(num_bytes + self.alignment, np.uint8)
+        return self._aligned(np.empty(num_bytes + self.alignment, np.uint8))
+
+    def zeros(self, num_bytes: int) -> NDArray[np.uint8]:
+        """Return the like, but zeros."""
+        return self._aligned(np.zeros(num_bytes + self.alignment, np.uint8))
+
+    def _aligned(self, memory: NDArray[np.uint8]) -> NDArray[np.uint8]:
         skip = -memory.ctypes.data % self.alignment
-        return memory[skip : skip + num_bytes]
+        return memory[skip : skip + len(memory) - self.alignment]
 
     def view(
         self, memory: NDArray[np.uint8], offset: int, shape: tuple[int, ...], dtype: Any

@@ -101,7 +101,11 @@ class CpuBackend:
 
     def create_pool(self, shape: tuple[int, ...]) -> Array:
         """Return a KV cache pool of zeros: a block read before it was written shows alike in every run."""
-        return no_memory(shape, self.kv_dtype) if self._arena.measuring else np.zeros(shape, self.kv_dtype)
+        self._kept_bytes += HostMemory.alignment
+        if self._arena.measuring:
+            return no_memory(shape, self.kv_dtype)
+        memory = HostMemory()
+        return memory.view(memory.zeros(prod(shape) * self.kv_dtype.itemsize), 0, shape, self.kv_dtype)
 
     def create_host_pool(self, shape: tuple[int, ...]) -> Array:
         """Return a second pool, of the same memory."""

@@ -149,7 +149,20 @@ def test_building_a_model_is_measured_without_its_memory() -> None:
     use = backend.measure(LIMITS, build)
 
     num_rows = 3 << 20
-    assert use.weights == 4 * (num_rows * (1 << 14) + num_rows + 5 + 6) + 64  # of alignment
+    assert (
+        use.weights == 4 * (num_rows * (1 << 14) + num_rows + 5 + 6) + 2 * 64
+    )  # to begin the weights and the pool on a cache line
+
+
+@pytest.mark.parametrize("num_blocks", [3, 4096])
+def test_a_pool_is_zeros_that_begin_on_a_cache_line(num_blocks: int) -> None:
+    shape = pool_shape(CONFIG, num_blocks, 16)
+
+    pool = CpuBackend("bfloat16", num_threads=1).create_pool(shape)
+
+    assert pool.shape == shape
+    assert pool.ctypes.data % 64 == 0
+    assert not pool.any()
 
 
 @pytest.mark.parametrize(("free", "share"), [(0, 0), (100, 50), (1 << 40, MOST_KV_CACHE)])
