@@ -182,7 +182,7 @@ def test_a_kernel_ends_when_the_last_thread_has_done_its_piece(
 def note_range(owners: Any, bounds: Any) -> None:
     for i in range(*bounds):
         owners[i] = this_thread()
-        for _ in range(20):
+        for _ in range(5):
             threads._yield()
 
 
@@ -197,7 +197,7 @@ def test_no_more_threads_share_a_kernel_than_its_runner_has(monkeypatch: pytest.
     many, few, owners = ParallelRunner(4), ParallelRunner(2), counts(8)
     found: set[int] = set()
 
-    for _ in range(100):
+    for _ in range(20):
         many.run([(note, (owners,))])  # so all are awake
         few.run([(note, (owners,))])
         found.update(owners.tolist())
