@@ -4,7 +4,7 @@ Python would take a microsecond for each of a step's three hundred calls. Here a
 address of an entry, which is code that unpacks a kernel's arguments and calls it, and where they lie.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -15,9 +15,11 @@ from numba._dispatcher import compute_fingerprint
 from numba.core import types
 from numba.core.compiler_lock import global_compiler_lock as _global_compiler_lock
 from numba.core.dispatcher import Dispatcher
+from numba.core.sigutils import normalize_signature as _normalize_signature
 from numpy.typing import NDArray
 
 typeof: Any = _typeof  # untyped
+normalize_signature: Any = _normalize_signature
 global_compiler_lock: Any = _global_compiler_lock
 Call = tuple[Callable[..., None], Sequence[Any]]  # a kernel and its arguments
 Array = NDArray[Any]
@@ -29,6 +31,14 @@ _WORD = ir.IntType(64)
 ENTRY_TYPE = ir.FunctionType(ir.IntType(32), [_WORD.as_pointer()])
 _chosen: dict[Any, Any] = {}  # compiled kernels, by the kernel and what its arguments look like
 _entries: dict[Any, int] = {}  # addresses, by the library of the compiled kernel
+
+
+def prepare(kernels: Iterable[tuple[Callable[..., None], str]]) -> None:
+    """Have all that a recording of calls of such kernels needs; signatures are those of jit.specialize."""
+    compilers: list[tuple[Any, str]] = [each for each in kernels if isinstance(each[0], Dispatcher)]
+    _make_entries(
+        [kernel.overloads[tuple(normalize_signature(signature)[0])] for kernel, signature in compilers]
+    )
 
 
 class Recording:
@@ -122,8 +132,9 @@ def _emit_entry(entry: Any, kernel: Any) -> None:
     for kind in kinds:
         model = context.data_model_manager[kind]
         place = builder.gep(entry.args[0], [_WORD(first)])
-        pointer = builder.bitcast(place, model.get_data_type().as_pointer())
-        values.append(model.load_from_data_pointer(builder, pointer, align=8))
+        value = builder.load(builder.bitcast(place, model.get_data_type().as_pointer()), align=8)
+        is_same = value.type == model.get_value_type()  # of arrays: then as a whole, for LLVM is slow
+        values.append(value if is_same else model.from_data(builder, value))
         first += -(-context.get_abi_sizeof(model.get_data_type()) // 8)
     convention = context.call_conv
     function = convention.get_function_type(types.none, kinds).as_pointer()

@@ -33,6 +33,7 @@ from cupaged.kernels import (
     sample,
 )
 from cupaged.kernels.intrinsics import HAS_BF16
+from cupaged.recording import prepare
 from cupaged.threads import ParallelRunner
 
 _KV_DTYPES = {"float32": np.float32, "float16": np.float32, "bfloat16": ml_dtypes.bfloat16}
@@ -96,6 +97,7 @@ class CpuBackend:
         All matrices in one piece, or the many that are small would not get huge pages.
         """
         compile_all("Compiling kernels", list(self._kernels))
+        prepare(self._kernels)
         self._arena.create(use.activations - HostMemory.alignment)
         self._weights, self._weight_bytes = HostMemory().allocate(self._weight_bytes), 0
 
