@@ -244,24 +244,28 @@ def play_table(table: Any) -> int:
 
 _lock = threading.RLock()  # one engine's kernels at a time
 _wake = threading.Condition()
-_running = False  # whether an engine runs kernels; guarded by _wake
+_running = False  # whether an engine runs kernels
+_num_asleep = 0  # followers that wait for that, or are about to; guarded by _wake
 _num_followers = 0  # guarded by _lock
 
 
 def _work(number: int) -> None:
     """Follow while an engine runs, and sleep while none does."""
+    global _num_asleep
     while True:
         with _wake:
+            _num_asleep += 1  # before the look: who sets _running later sees it
             while not _running:
                 _wake.wait()
+            _num_asleep -= 1
         _follow(number)
 
 
 def _set_running(running: bool) -> None:
     global _running
-    with _wake:
-        _running = running
-        if running:
+    _running = running
+    if running and _num_asleep:
+        with _wake:
             _wake.notify_all()
 
 
@@ -275,8 +279,8 @@ def _hire(num_threads: int) -> None:
 
 def _forget_the_team() -> None:
     """Begin anew in a forked process, which has none of the threads."""
-    global _num_followers, _running, _lock, _wake
-    _num_followers, _running = 0, False
+    global _num_followers, _num_asleep, _running, _lock, _wake
+    _num_followers, _num_asleep, _running = 0, 0, False
     _lock, _wake = threading.RLock(), threading.Condition()
     _words[:] = 0
     _words[LIMIT] = 1

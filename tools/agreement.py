@@ -147,6 +147,10 @@ class Recorder:
         """Return all else as the backend has it."""
         return getattr(self._backend, name)
 
+    def run_sampling(self, batch: Batch, hidden: Array, sample: Callable[[], Any]) -> Any:  # noqa: ARG002
+        """Return sample(): a replay would not come by here."""
+        return sample()
+
     def sample(self, logits: Array, batch: Batch, first: int, token_ids: Array) -> None:
         """Fetch the logits, also in a rehearsal, so that there is room for them."""
         self.chunks.append(self._backend.fetch(logits))
