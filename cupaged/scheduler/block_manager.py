@@ -49,6 +49,7 @@ class BlockManager:
             cache=create_prefix_cache(num_blocks, block_size, enabled=config.enable_prefix_caching),
             counters=counters,
         )
+        self._num_listed = self.blocks.num["free"], self.blocks.num["evictable"]  # views, read in every step
         self.host_blocks = create_host_blocks(config.num_host_blocks, block_size, table_shape=table_shape)
         self.moves = create_moves(config.max_num_seqs, config.num_host_blocks)
 
@@ -60,7 +61,8 @@ class BlockManager:
     @property
     def num_free(self) -> int:
         """Return how many blocks can be taken: nobody holds them, though some may still be found."""
-        return int(self.blocks.num[0].free + self.blocks.num[0].evictable)
+        free, evictable = self._num_listed
+        return int(free[0]) + int(evictable[0])
 
     def blocks_for(self, num_tokens: int) -> int:
         """Return how many blocks `num_tokens` tokens take."""
