@@ -65,7 +65,7 @@ class Sampler:
         return SampledStep(host, self._backend.fetch(self._token_ids[: batch.num_seqs]), chunks)
 
     def _sample(self, hidden: Array, batch: Batch, host: Batch) -> list[LogprobChunk]:
-        """Set token_ids and last_token, undefined where a sequence does not sample."""
+        """Set token_ids and last_token where a sequence samples; return the log-probabilities asked for."""
         backend = self._backend
         token_ids, wanted = self._token_ids[: batch.num_seqs], _num_top(host)
         num_top = int(wanted.max(initial=-1))
