@@ -6,6 +6,7 @@ CUDA graph can bind the places. Ragged parts whose length no bucket bounds share
 """
 
 from enum import IntEnum, IntFlag
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -85,6 +86,7 @@ class BatchArrays(NamedTuple):
     logit_index: Array  # [T], positions in the step whose logits are needed, ascending
     logit_seq: Array  # [T], the sequence of each
     logit_target: Array  # [T], -1 = sample here; else the prompt token whose log-probability is wanted
+    sampled_ids: Array  # [S], what the step samples, where it does; the one part that the worker writes
     block_tables: Array  # [S, W]
     copy: Array  # [S, 2], block ids (from, to), for copy-on-write
     banned_start: Array  # [S + 1], sequence i must not sample banned[start[i] : start[i + 1]]
@@ -166,6 +168,7 @@ class Batch:
         self.temperature, self.top_p, self.min_p = a.temperature[:seqs], a.top_p[:seqs], a.min_p[:seqs]
         self.top_k, self.seed = a.top_k[:seqs], a.seed[:seqs]
         self.group_index, self.output_position = a.group_index[:seqs], a.output_position[:seqs]
+        self.sampled_ids = a.sampled_ids[:seqs]
         self.num_logprobs, self.num_prompt_logprobs = a.num_logprobs[:seqs], a.num_prompt_logprobs[:seqs]
         self.logit_index, self.logit_seq = a.logit_index[:logits], a.logit_seq[:logits]
         self.logit_target = a.logit_target[:logits]
@@ -179,6 +182,13 @@ class Batch:
         end = history + c[Count.NUM_HISTORY]
         self.banned, self.history = a.tail[banned:history], a.tail[history:end]
         self._num_words = len(buffer) - len(a.tail) + end
+
+    @cached_property
+    def is_plain_decode(self) -> bool:
+        """Return whether each sequence computes one token and samples one, any, and nothing else is asked."""
+        is_decode = self.num_tokens == self.num_decodes == self.num_seqs == self.num_logits
+        wanted = (self.num_logprobs, self.num_prompt_logprobs)
+        return is_decode and not len(self.banned) and all(each.max(initial=-1) < 0 for each in wanted)
 
     @property
     def words(self) -> Array:

@@ -25,6 +25,7 @@ Call = tuple[Callable[..., None], Sequence[Any]]  # a kernel and its arguments
 Array = NDArray[Any]
 
 ENTRY, ARGUMENTS, AHEAD, AHEAD_END = range(4)  # columns of a table
+ROW_BYTES = 4 * 8
 MOST_AHEAD = 16 << 20  # bytes; what lies behind a matrix is mostly what is wanted after it
 
 _WORD = ir.IntType(64)

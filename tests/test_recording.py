@@ -82,7 +82,9 @@ def record(*calls: Call) -> Recording:
 
 
 def play(recording: Recording, num_threads: int = 1) -> None:
-    ParallelRunner(num_threads).play(recording)
+    runner = ParallelRunner(num_threads)
+    runner.play(recording)
+    runner.wait()
 
 
 def ones(n: int = 1) -> NDArray[np.float64]:

@@ -5,6 +5,7 @@ import subprocess
 import sys
 import textwrap
 import threading
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from cupaged.jit import njit, njit_inner, specialize
 from cupaged.kernels.parallel import parallel_for
 from cupaged.recording import MOST_AHEAD, Recording
 from cupaged.threads import ParallelRunner, available_cpus, claim_ahead, num_team_threads
+from cupaged.words import yield_core
 
 ROOT = Path(__file__).parent.parent
 
@@ -91,6 +93,7 @@ def test_each_piece_of_a_recording_is_done_once_each_time(
 
     for _ in range(100):
         runner.play(recording)
+    runner.wait()
 
     assert (done == 400).all()
     assert (others == 100).all()
@@ -153,10 +156,10 @@ def meet_range(begun: Any, slow: int, done: Any, bounds: Any) -> None:
         begun[i] = 1
         tries = 0
         while begun[1 - i] == 0 and tries < 200:  # until another thread has the other piece, if any comes
-            threads._yield()
+            yield_core()
             tries += 1
         for _ in range(100 if i == slow else 0):
-            threads._yield()
+            yield_core()
         done[i] = 1
 
 
@@ -183,7 +186,7 @@ def note_range(owners: Any, bounds: Any) -> None:
     for i in range(*bounds):
         owners[i] = this_thread()
         for _ in range(5):
-            threads._yield()
+            yield_core()
 
 
 @njit
@@ -235,7 +238,9 @@ def test_what_is_fetched_ahead_is_claimed_piece_by_piece_until_the_end() -> None
     places = [counts(3) for _ in range(4)]
     sizes = (64, 128, 1 << 23, 1 << 23)
     recording = Recording(list(zip([claim] * 4, zip(places, sizes))), [a, b, None, c])
-    ParallelRunner(1).play(recording)
+    runner = ParallelRunner(1)
+    runner.play(recording)
+    runner.wait()
     for array, found in zip((b, c, c, c), places):
         print(*(place - array.ctypes.data if place else "none" for place in found))
     """
@@ -246,6 +251,165 @@ def test_what_is_fetched_ahead_is_claimed_piece_by_piece_until_the_end() -> None
         *("384", str(384 + MOST_AHEAD // 2), "none"),
         *("none", "none", "none"),
     ]
+
+
+@njit
+def hold(released: Any, begun: Any) -> None:
+    begun[0] = 1
+    tries = 0
+    while released[0] == 0 and tries < 10**6:  # some seconds
+        yield_core()
+        tries += 1
+    begun[0] = 2 if released[0] else 3
+
+
+@njit
+def append(numbers: Any, count: Any, number: int) -> None:
+    numbers[count[0]] = number
+    count[0] += 1
+
+
+@njit
+def refuse(number: Any) -> None:
+    if number[0] > 1:
+        raise ValueError("number is above 1")
+    number[0] += 1
+
+
+@pytest.fixture
+def two_threads(monkeypatch: pytest.MonkeyPatch) -> ParallelRunner:
+    monkeypatch.setattr(threads, "available_cpus", lambda: 2)
+    for kernel in (hold, claim):
+        specialize(kernel, CLAIM_SIGNATURE if kernel is claim else "void(i8[::1],i8[::1])")
+    specialize(append, "void(i8[::1],i8[::1],i8)")
+    specialize(refuse, "void(i8[::1])")
+    return ParallelRunner(2)
+
+
+def recording(*calls: Any) -> Recording:
+    return Recording(calls, [None] * len(calls))
+
+
+def held() -> tuple[Recording, NDArray[np.int64], NDArray[np.int64]]:
+    """Return a recording that ends when the second one's first number is set; the last says how it ended."""
+    released, begun = counts(1), counts(1)
+    return recording((hold, (released, begun))), released, begun
+
+
+def test_python_goes_on_while_a_recording_is_played(two_threads: ParallelRunner) -> None:
+    played, released, begun = held()
+
+    two_threads.play(played)
+    position = two_threads.position
+    assert not two_threads.is_done(position)
+    released[0] = 1
+    two_threads.wait(position)
+
+    assert begun[0] == 2
+    assert two_threads.is_done(position)
+
+
+def test_what_is_waited_for_does_not_wait_for_what_was_begun_later(two_threads: ParallelRunner) -> None:
+    numbers, count = counts(1), counts(1)
+    later, released, begun = held()
+    for _ in range(20):
+        count[0] = begun[0] = released[0] = 0
+        two_threads.play(recording((append, (numbers, count, 7))))
+        position = two_threads.position
+        two_threads.play(later)
+
+        two_threads.wait(position)
+
+        assert count[0] == 1
+        assert begun[0] < 2
+        released[0] = 1
+        two_threads.wait()
+        assert begun[0] == 2
+
+
+def test_recordings_are_played_in_their_order_however_many_there_are(two_threads: ParallelRunner) -> None:
+    numbers, count = counts(300), counts(1)
+
+    for i in range(len(numbers)):
+        two_threads.play(recording((append, (numbers, count, i))))  # which nobody else keeps
+    two_threads.run([(append, (numbers[-1:], counts(1), -1))])  # after them
+
+    assert numbers.tolist() == [*range(299), -1]
+
+
+def test_arrays_of_a_recording_live_until_it_has_been_played(two_threads: ParallelRunner) -> None:
+    first, released, _ = held()
+    numbers = counts(1)
+    second, kept = recording((append, (numbers, counts(1), 7))), weakref.ref(numbers)
+    two_threads.play(first)
+    two_threads.play(second)
+
+    del second, numbers
+    assert kept() is not None
+    released[0] = 1
+    two_threads.wait()
+
+    assert kept() is None
+
+
+@pytest.mark.parametrize("behind", [0, 1, threads.QUEUE_LENGTH - 2, threads.QUEUE_LENGTH + 5])
+def test_a_failure_is_told_to_its_runner_once_and_nothing_behind_it_is_played(
+    two_threads: ParallelRunner, behind: int
+) -> None:
+    other, number, numbers, count = ParallelRunner(2), counts(1) + 2, counts(40), counts(1)
+    first, released, _ = held()
+    two_threads.play(first)
+    two_threads.play(recording((append, (numbers, count, 1)), (refuse, (number,))))
+    released[0] = behind > threads.QUEUE_LENGTH
+
+    def fail() -> None:
+        for _ in range(behind):
+            two_threads.play(recording((append, (numbers, count, 2))))
+        released[0] = 1
+        other.play(recording((append, (numbers[20:], counts(1), 3))))
+        other.wait()
+        assert not two_threads.is_done(1)
+        two_threads.wait()
+
+    with pytest.raises(ValueError, match="number is above 1"):
+        fail()
+    two_threads.play(recording((append, (numbers, count, 4))))
+    two_threads.wait()
+
+    assert numbers[: count[0]].tolist() == [1, 4]
+    assert numbers[20] == (3 if behind < threads.QUEUE_LENGTH else 0)
+    other.wait()
+
+
+def test_a_recording_is_played_by_as_many_threads_as_its_runner_has(two_threads: ParallelRunner) -> None:
+    specialize(note, "void(i8[::1])")
+    lone, owners = ParallelRunner(1), counts(8)
+    before = num_team_threads()
+
+    for _ in range(20):
+        two_threads.run([(note, (owners,))])  # so all are awake
+        lone.play(recording((note, (owners,))))
+        lone.wait()
+
+        assert len(set(owners.tolist())) == 1
+    assert num_team_threads() == before
+
+
+def test_what_is_being_played_ends_before_the_process(tmp_path: Path) -> None:
+    code = f"""
+    import numpy as np
+    from cupaged.jit import specialize
+    from cupaged.threads import ParallelRunner
+    from cupaged.recording import Recording
+    from tests.test_threads import COUNT_SIGNATURE, count
+    specialize(count, COUNT_SIGNATURE)
+    done = np.memmap({str(tmp_path / "done")!r}, np.int64, "w+", shape=64).view(np.ndarray)
+    ParallelRunner(2).play(Recording([(count, (done, 500_000, 64))], [None]))
+    """
+
+    run_python(code)
+
+    assert (np.fromfile(tmp_path / "done", np.int64) == 1).all()
 
 
 def test_nothing_is_claimed_where_no_recording_is_played() -> None:
@@ -270,6 +434,7 @@ def test_threads_fetch_what_is_read_next_and_then_sleep() -> None:
     from cupaged import threads
     from cupaged.jit import specialize
     from cupaged.recording import MOST_AHEAD, Recording
+    from cupaged.words import words
     from tests.test_threads import COUNT_SIGNATURE, count, counts
     threads.available_cpus = lambda: 3
     specialize(count, COUNT_SIGNATURE)
@@ -278,8 +443,9 @@ def test_threads_fetch_what_is_read_next_and_then_sleep() -> None:
     recording.follow(recording)
     for _ in range(100):  # until they have woken up while it was played
         runner.play(recording)
+        runner.wait()
         time.sleep(0.05)
-        fetched = threads._words[threads.FETCH] - weights.ctypes.data
+        fetched = words[threads.FETCH] - weights.ctypes.data
         if fetched >= MOST_AHEAD:
             break
     print(int(MOST_AHEAD <= fetched <= MOST_AHEAD + 2 * threads.FETCHED))
@@ -341,11 +507,13 @@ def test_a_forked_process_has_a_team_of_its_own() -> None:
     runner = ParallelRunner(2)
     runner.run([(silu_mul_cpu, (x, out))] * 50)
     recording = Recording([(silu_mul_cpu, (x, out))] * 50, [x, out] * 25)
-    runner.play(recording)
+    runner.play(recording)  # which may be at work when the process forks
     child = os.fork()
     for run in (runner.run, lambda _: runner.play(recording)):
+        runner.wait()
         out[:] = 0
         run([(silu_mul_cpu, (x, out))] * 50)
+        runner.wait()
         assert out.all()
     if child:
         print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))

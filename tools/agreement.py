@@ -151,10 +151,10 @@ class Recorder:
         """Return sample(): a replay would not come by here."""
         return sample()
 
-    def sample(self, logits: Array, batch: Batch, first: int, token_ids: Array) -> None:
+    def sample(self, logits: Array, batch: Batch, first: int) -> None:
         """Fetch the logits, also in a rehearsal, so that there is room for them."""
         self.chunks.append(self._backend.fetch(logits))
-        self._backend.sample(logits, batch, first, token_ids)
+        self._backend.sample(logits, batch, first)
 
 
 def reference(model_dir: Path) -> Trace:

@@ -8,26 +8,25 @@
 The limit is the memory's bandwidth: the median of parallel reads of as many bytes as the weights have, made
 before each profile by as many threads. What fits in the caches, or is fetched ahead, may be above it; a
 matrix product of many rows computes longer than it reads, so its GFLOP/s stand beside. Times are medians over
-steps; what is left between the kernels is Python: scheduler, sampler, requests. The last line is JSON.
+steps. Python (scheduler, sampler, requests) runs while another step's kernels do; what they wait for it, at
+most, stands between the kernels. The last line is JSON.
 """
 
 import argparse
 import json
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from statistics import median, median_low
 from time import perf_counter
 from typing import Any, NamedTuple
 from unittest.mock import patch
 
-import numpy as np
-from numpy.typing import NDArray
-
 from cupaged.engine.llm_engine import LLMEngine
-from cupaged.recording import Call, Recording
-from cupaged.threads import ParallelRunner, play_table
+from cupaged.recording import ROW_BYTES, Call, Recording
+from cupaged.threads import PLAYED, QUEUED, ParallelRunner, play_table
+from cupaged.words import words
 from tools.cpu_steps import (
     add_arguments,
     batches_of,
@@ -76,12 +75,12 @@ def timed_kernels() -> Iterator[list[Timed]]:
     found: list[Timed] = []
     run = ParallelRunner.run
 
-    def call(kernel: Callable[..., None], args: Sequence[Any], row: NDArray[np.int64] | None = None) -> None:
+    def call(kernel: Callable[..., None], args: Sequence[Any], row: int = 0) -> None:
         start = perf_counter()
-        if row is None:
+        if row == 0:
             kernel(*args)
         else:
-            play_table(row)
+            play_table(row, 1)
         found.append(Timed(kernel, args, perf_counter() - start))
 
     def timed_run(runner: ParallelRunner, calls: Iterable[Call]) -> None:
@@ -91,8 +90,8 @@ def timed_kernels() -> Iterator[list[Timed]]:
         if recording.table is None:
             timed_run(runner, recording.calls)
         else:
-            rows = recording.table.reshape(-1, 1, recording.table.shape[1])
-            run(runner, ((call, (*each, row)) for each, row in zip(recording.calls, rows, strict=True)))
+            first = recording.table.ctypes.data
+            run(runner, ((call, (*each, first + i * ROW_BYTES)) for i, each in enumerate(recording.calls)))
 
     with (
         patch.object(ParallelRunner, "run", timed_run),
@@ -102,20 +101,33 @@ def timed_kernels() -> Iterator[list[Timed]]:
 
 
 @contextmanager
-def timed_team() -> Iterator[list[float]]:
-    """Note the seconds of each time that the team of threads is taken, for one kernel or for a recording."""
+def idle_team() -> Iterator[list[float]]:
+    """Note the seconds that the team has nothing to do, at most: from when it was last seen at work."""
     found: list[float] = []
-    take = ParallelRunner._team
+    seen = perf_counter()
 
-    @contextmanager
-    def timed(runner: ParallelRunner) -> Iterator[None]:
-        start = perf_counter()
-        with take(runner):
-            yield
-        found.append(perf_counter() - start)
+    def look() -> None:
+        nonlocal seen
+        now = perf_counter()
+        if words[PLAYED] == words[QUEUED]:
+            found.append(now - seen)
+        seen = now
 
-    with patch.object(ParallelRunner, "_team", timed):
+    def watched(method: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any) -> None:
+            nonlocal seen
+            look()
+            method(*args)
+            seen = perf_counter()
+
+        return call
+
+    with ExitStack() as patches:
+        for name in ("run", "play", "wait"):
+            method = watched(getattr(ParallelRunner, name))
+            patches.enter_context(patch.object(ParallelRunner, name, method))
         yield found
+    look()
 
 
 def sum_by_kind(calls: Sequence[Timed]) -> dict[str, Row]:
@@ -138,9 +150,9 @@ def profile(step: Callable[[], Any], count: int) -> Profile:
     for _ in range(0, count, ROUND):
         seconds_of(step, 2)  # threads sleep while the last round is summed up
         for _ in range(ROUND):
-            with timed_team() as inside:
+            with idle_team() as idle:
                 plain += seconds_of(step, 1)
-            between.append(plain[-1] - sum(inside))
+            between.append(sum(idle))
         calls_of_steps = []
         for _ in range(ROUND):
             with timed_kernels() as calls:

@@ -130,7 +130,7 @@ class Backend(Protocol):
     def fetch(self, array: Array) -> Callable[[], NDArray[Any]]:
         """Start copying to the host; the call waits for it and returns what the caller owns.
 
-        It must be called before max_in_flight more steps begin.
+        It must be called before max_in_flight more steps begin. The array is the arena's or the batch's.
         """
 
     def synchronize(self) -> None:
@@ -147,6 +147,9 @@ class Backend(Protocol):
 
     def run_sampling(self, batch: Batch, hidden: Array, sample: Callable[[], Any]) -> Any:
         """Return sample(), which depends on the batch and what run_forward returned alone; or replay it."""
+
+    def returns_early(self, batch: Batch) -> bool:
+        """Return whether the operations of such a step only begin when they are called."""
 
     def begin_layer(self) -> None: ...
 
@@ -205,18 +208,16 @@ class Backend(Protocol):
     def load_last_tokens(self, batch: Batch, last_token: Array) -> None:
         """Fill the inputs that INPUT_FROM_LAST_TOKEN flags from last_token int32[max_num_seqs], by row."""
 
-    def sample(self, logits: Array, batch: Batch, first: int, token_ids: Array) -> None:
-        """Set token_ids[logit_seq], int32[num_seqs], for the rows that sample; logits stay as they are."""
+    def sample(self, logits: Array, batch: Batch, first: int) -> None:
+        """Set the batch's sampled_ids[logit_seq] for the rows that sample; logits stay as they are."""
 
-    def logprobs(
-        self, logits: Array, batch: Batch, first: int, token_ids: Array, num_top: int
-    ) -> LogprobArrays:
+    def logprobs(self, logits: Array, batch: Batch, first: int, num_top: int) -> LogprobArrays:
         """Return the log-probabilities of each row's target, or of its sampled token, and the top num_top.
 
         Of the raw logits, or of logits / temperature where a sequence flagged SCALED_LOGPROBS samples.
         """
 
-    def store_last_tokens(self, batch: Batch, token_ids: Array, last_token: Array) -> None:
+    def store_last_tokens(self, batch: Batch, last_token: Array) -> None:
         """Set last_token[row] for the sequences that sampled."""
 
 

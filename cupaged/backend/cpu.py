@@ -48,7 +48,6 @@ class CpuBackend:
     """Arithmetic on the host's CPU; see base.Backend."""
 
     name = "cpu"
-    max_in_flight = 1  # a step has run when its call returns
 
     def __init__(
         self, dtype: str, num_threads: int | None = None, quantization: QuantizationName | None = None
@@ -67,6 +66,7 @@ class CpuBackend:
         self._kernels = dict.fromkeys(step_kernels(inputs, kv))  # to compile; those of matrices follow
         self._arena = Arena(HostMemory())
         self._runner = ParallelRunner(num_threads)
+        self.max_in_flight = min(2, self._runner.num_threads)  # another thread computes while Python plans
         self._replay = Replay(self._runner, self._arena)
         self._kept_bytes = 0  # of what lives as long as the model, counted while measuring
         self._weight_bytes = 0  # of matrices, counted while measuring, then as they are packed
@@ -118,15 +118,18 @@ class CpuBackend:
 
     def copy_blocks(self, pool: Array, pairs: Array) -> None:
         """Copy whole blocks."""
-        rows.copy_blocks_cpu(_bytes(pool), _bytes(pool), pairs)
+        self._copy_blocks(pool, pool, pairs)
 
     def swap_out(self, pool: Array, host_pool: Array, pairs: NDArray[np.int32]) -> None:
         """Copy whole blocks to the second pool."""
-        rows.copy_blocks_cpu(_bytes(pool), _bytes(host_pool), pairs)
+        self._copy_blocks(pool, host_pool, pairs)
 
     def swap_in(self, host_pool: Array, pool: Array, pairs: NDArray[np.int32]) -> None:
         """Copy whole blocks back."""
-        rows.copy_blocks_cpu(_bytes(host_pool), _bytes(pool), pairs)
+        self._copy_blocks(host_pool, pool, pairs)
+
+    def _copy_blocks(self, source: Array, target: Array, pairs: Array) -> None:
+        self._runner.run([(rows.copy_blocks_cpu, (_bytes(source), _bytes(target), pairs))])
 
     def from_host(self, array: NDArray[Any]) -> Array:
         """Return the array itself: host and device are one."""
@@ -134,12 +137,24 @@ class CpuBackend:
         return array
 
     def fetch(self, array: Array) -> Callable[[], NDArray[Any]]:
-        """Return a call that gives a copy, which outlives the arena's next turn."""
-        copy = np.array(array)
-        return lambda: copy
+        """Return a call that gives a copy: made now, or when it is called if the array is not complete.
+
+        Such a step is a plain decode, of which only what lies in its batch is fetched.
+        """
+        position = self._runner.position
+        if self._runner.is_done(position):
+            copy = np.array(array)
+            return lambda: copy
+
+        def result() -> NDArray[Any]:
+            self._runner.wait(position)
+            return np.array(array)
+
+        return result
 
     def synchronize(self) -> None:
-        """Do nothing: a step has run when its call returns."""
+        """Wait for all recordings that are being played."""
+        self._runner.wait()
 
     def begin_forward(self) -> None:
         """Free all results."""
@@ -154,10 +169,14 @@ class CpuBackend:
         return forward() if self._arena.measuring else self._replay.run_part("forward", batch, forward)
 
     def run_sampling(self, batch: Batch, hidden: Array, sample: Callable[[], Any]) -> Any:
-        """Return sample(), or make the same calls of kernels, where each sequence samples, and any token."""
-        if self._arena.measuring or batch.banned.size or batch.num_logits != batch.num_seqs:
+        """Return sample(), or make the same calls of kernels."""
+        if self._arena.measuring or not batch.is_plain_decode:
             return sample()
         return self._replay.run_part("sampling", batch, sample, hidden)
+
+    def returns_early(self, batch: Batch) -> bool:
+        """Return whether both parts of such a step are replayed, once they have been recorded."""
+        return batch.is_plain_decode
 
     def begin_layer(self) -> None:
         """Free the results of the layer before the last one."""
@@ -277,10 +296,10 @@ class CpuBackend:
         sequences = (batch.rows, batch.flags, batch.query_start)
         self._run(rows.load_last_tokens_cpu, *sequences, last_token, batch.input_ids)
 
-    def sample(self, logits: Array, batch: Batch, first: int, token_ids: Array) -> None:
-        """Set token_ids of the sequences that sample in these rows."""
+    def sample(self, logits: Array, batch: Batch, first: int) -> None:
+        """Set sampled_ids of the sequences that sample in these rows."""
         if not (batch.banned.size or self._arena.measuring):
-            self._sample(logits, batch, first, token_ids)
+            self._sample(logits, batch, first)
             return
         none = (batch.rows, _NO_COUNTS, _NONE, _NONE, _NONE, _NO_IDS, _NO_IDS, _NONE)
         room = self._arena.take((min(ADJUSTED_ROWS, logits.shape[0]), logits.shape[1]), np.float32)
@@ -291,18 +310,16 @@ class CpuBackend:
             bans = (batch.banned_start, batch.banned)
             adjusted = room[: part.shape[0]]
             self._run(adjust_logits.adjust_logits_cpu, part, *which, *none, *bans, adjusted)
-            self._sample(adjusted, batch, first + start, token_ids)
+            self._sample(adjusted, batch, first + start)
 
-    def _sample(self, logits: Array, batch: Batch, first: int, token_ids: Array) -> None:
+    def _sample(self, logits: Array, batch: Batch, first: int) -> None:
         where = slice(first, first + logits.shape[0])
         which = (batch.logit_seq[where], batch.logit_target[where])
         filters = (batch.temperature, batch.top_k, batch.top_p, batch.min_p)
         random = (batch.seed, batch.group_index, batch.output_position)
-        self._run(sample.sample_cpu, logits, *which, *filters, *random, token_ids)
+        self._run(sample.sample_cpu, logits, *which, *filters, *random, batch.sampled_ids)
 
-    def logprobs(
-        self, logits: Array, batch: Batch, first: int, token_ids: Array, num_top: int
-    ) -> LogprobArrays:
+    def logprobs(self, logits: Array, batch: Batch, first: int, num_top: int) -> LogprobArrays:
         """Return log-probabilities of each row's target, or of its sampled token, and the top ones."""
         n = logits.shape[0]
         out = LogprobArrays(
@@ -312,13 +329,13 @@ class CpuBackend:
         )
         where = slice(first, first + n)
         which = (batch.logit_seq[where], batch.logit_target[where])
-        by_seq = (token_ids, batch.flags, batch.temperature)
+        by_seq = (batch.sampled_ids, batch.flags, batch.temperature)
         self._run(logprobs.logprobs_cpu, logits, *which, *by_seq, *out)
         return out
 
-    def store_last_tokens(self, batch: Batch, token_ids: Array, last_token: Array) -> None:
+    def store_last_tokens(self, batch: Batch, last_token: Array) -> None:
         """Set last_token[row] for the sequences that sampled."""
-        self._run(rows.store_last_tokens_cpu, batch.rows, batch.flags, token_ids, last_token)
+        self._run(rows.store_last_tokens_cpu, batch.rows, batch.flags, batch.sampled_ids, last_token)
 
     def _run(self, kernel: Callable[..., None], *args: Any, reads: Array | None = None) -> None:
         """Run a kernel on this backend's threads; not while only sizes are counted. reads: its weights."""

@@ -204,6 +204,10 @@ class CudaBackend:
         """Return sample(): a few launches, which no graph would make cheaper."""
         return sample()
 
+    def returns_early(self, batch: Batch) -> bool:  # noqa: ARG002
+        """Return True: whatever a step does is begun on the device's stream."""
+        return True
+
     def begin_layer(self) -> None:
         """Free the results of the layer before the last one."""
         self._arena.begin_layer()
@@ -328,8 +332,8 @@ class CudaBackend:
         sequences = (batch.rows, batch.flags, batch.query_start)
         load_last_tokens_cuda(self._launcher, *sequences, last_token, batch.input_ids)
 
-    def sample(self, logits: Array, batch: Batch, first: int, token_ids: Array) -> None:
-        """Set token_ids of the sequences that sample in these rows."""
+    def sample(self, logits: Array, batch: Batch, first: int) -> None:
+        """Set sampled_ids of the sequences that sample in these rows."""
         where = slice(first, first + logits.shape[0])
         which = (batch.logit_seq[where], batch.logit_target[where])
         if batch.banned.size or self._memory.measuring:
@@ -340,11 +344,9 @@ class CudaBackend:
             logits = adjusted
         filters = (batch.temperature, batch.top_k, batch.top_p, batch.min_p)
         random = (batch.seed, batch.group_index, batch.output_position)
-        sample_cuda(self._launcher, logits, *which, *filters, *random, token_ids)
+        sample_cuda(self._launcher, logits, *which, *filters, *random, batch.sampled_ids)
 
-    def logprobs(
-        self, logits: Array, batch: Batch, first: int, token_ids: Array, num_top: int
-    ) -> LogprobArrays:
+    def logprobs(self, logits: Array, batch: Batch, first: int, num_top: int) -> LogprobArrays:
         """Return log-probabilities of each row's target, or of its sampled token, and the top ones."""
         n = logits.shape[0]
         out = LogprobArrays(
@@ -354,13 +356,13 @@ class CudaBackend:
         )
         where = slice(first, first + n)
         which = (batch.logit_seq[where], batch.logit_target[where])
-        by_seq = (token_ids, batch.flags, batch.temperature)
+        by_seq = (batch.sampled_ids, batch.flags, batch.temperature)
         logprobs_cuda(self._launcher, logits, *which, *by_seq, *out)
         return out
 
-    def store_last_tokens(self, batch: Batch, token_ids: Array, last_token: Array) -> None:
+    def store_last_tokens(self, batch: Batch, last_token: Array) -> None:
         """Set last_token[row] for the sequences that sampled."""
-        store_last_tokens_cuda(self._launcher, batch.rows, batch.flags, token_ids, last_token)
+        store_last_tokens_cuda(self._launcher, batch.rows, batch.flags, batch.sampled_ids, last_token)
 
 
 def create_cuda_backend(config: EngineConfig, checkpoint_dtype: str) -> CudaBackend | None:

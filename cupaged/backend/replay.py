@@ -49,7 +49,10 @@ class Replay:
             self._reads.append(reads)
 
     def run_part(self, name: str, batch: Batch, part: Callable[[], Any], *inputs: Array) -> Any:
-        """Return part(), or make the calls that it made for such a batch before, and the same inputs."""
+        """Return part(), or what it returned for such a batch and inputs before, once its calls are made.
+
+        They have only begun then; the runner's wait() says when they are made.
+        """
         if not batch.num_decodes == batch.num_seqs == batch.num_tokens:
             return part()  # seldom has a second of its shape, and is long enough
         arena, key = self._arena, (name, *_shape(batch), *map(id, inputs))

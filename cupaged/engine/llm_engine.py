@@ -100,7 +100,7 @@ class LLMEngine:
         self.peak_kv_blocks = 0
         self._requests: dict[str, Request] = {}
         self._beam_requests: dict[str, BeamRequest] = {}
-        self._in_flight: deque[tuple[Batch, StepHandle]] = deque()
+        self._in_flight: deque[tuple[Batch, StepHandle | None]] = deque()  # None: to be submitted in its turn
 
     # Requests.
 
@@ -218,21 +218,30 @@ class LLMEngine:
         return TraceRecorder(planned_with, self.counters, self._trace)
 
     def _step(self) -> list[RequestOutput]:
-        while len(self._in_flight) < self.executor.max_in_flight:
-            batch = self.scheduler.schedule()
-            if batch is None:
-                break
-            self._in_flight.append((batch, self.executor.submit(batch)))
+        self._begin_steps()
         self.peak_kv_blocks = max(self.peak_kv_blocks, self.scheduler.num_used_blocks)
         if not self._in_flight:
             num_left = len(self._requests) + len(self._beam_requests)
             assert num_left == 0, f"{num_left} requests wait and none of them can run"
             return []
         batch, handle = self._in_flight.popleft()
-        output = handle.result()
+        output = (handle or self.executor.submit(batch)).result()
         update = self.scheduler.update(batch, output)
         self.num_steps += 1
         return self._outputs(update, output)
+
+    def _begin_steps(self) -> None:
+        """Plan as many steps as may be in flight and submit them.
+
+        One that will have run when submit returns waits for its turn, or the results of those before it would
+        wait for it; nothing goes ahead of it.
+        """
+        executor, steps = self.executor, self._in_flight
+        while len(steps) < executor.max_in_flight and not (steps and steps[-1][1] is None):
+            batch = self.scheduler.schedule()
+            if batch is None:
+                break
+            steps.append((batch, executor.submit(batch) if executor.returns_early(batch) else None))
 
     def _outputs(self, update: Update, output: StepOutput) -> list[RequestOutput]:
         """Hand the step's log-probabilities and tokens to their requests."""

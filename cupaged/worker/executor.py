@@ -32,6 +32,9 @@ class Executor(Protocol):
     def submit(self, batch: Batch) -> StepHandle:
         """Start a step; the batch's buffer must stay as it is until its result has been taken."""
 
+    def returns_early(self, batch: Batch) -> bool:
+        """Return whether submit(batch) returns before the step is done, as it does at best."""
+
     def synchronize(self) -> None:
         """Wait until all submitted steps are done, also those whose result nobody will ask for."""
 
@@ -40,7 +43,7 @@ class Executor(Protocol):
 
 
 class UniprocExecutor:
-    """One worker in this process and thread; a step runs inside submit, or on a GPU begins there."""
+    """One worker in this process; a step runs inside submit, or begins there."""
 
     def __init__(
         self,
@@ -58,14 +61,21 @@ class UniprocExecutor:
 
     def submit(self, batch: Batch) -> StepHandle:
         """Run or begin the step."""
-        if self._worker is None:
-            raise RuntimeError("the engine is closed; make a new one")
-        return self._worker.submit(batch)
+        return self._open_worker().submit(batch)
+
+    def returns_early(self, batch: Batch) -> bool:
+        """Return whether the step only begins."""
+        return self._open_worker().returns_early(batch)
 
     def synchronize(self) -> None:
         """Wait until all submitted steps are done."""
         if self._worker is not None:
             self._worker.synchronize()
+
+    def _open_worker(self) -> Worker:
+        if self._worker is None:
+            raise RuntimeError("the engine is closed; make a new one")
+        return self._worker
 
     def close(self) -> None:
         """Drop the worker, and with it weights, arena and KV cache, once no step uses them any more."""

@@ -48,26 +48,23 @@ class SampledStep(NamedTuple):
 
 
 class Sampler:
-    """Owns the step's sampled ids and each row's last token, both on the device."""
+    """Owns each row's last token, on the device."""
 
     def __init__(self, backend: Backend, model: Model, max_num_seqs: int) -> None:
-        """Allocate the arrays that outlive a step."""
+        """Allocate what outlives a step."""
         self._backend = backend
         self._model = model
         self.last_token: Array = backend.from_host(np.zeros(max_num_seqs, np.int32))  # [rows]
-        self._token_ids: Array = backend.from_host(np.zeros(max_num_seqs, np.int32))
 
     def sample(self, hidden: Array, batch: Batch, host: Batch) -> SampledStep:
         """Sample the rows of logit_index; `host` is `batch` on the host. hidden [num_tokens, hidden_size]."""
         sample = partial(self._sample, hidden, batch, host)
-        may_report = max(host.num_logprobs.max(initial=-1), host.num_prompt_logprobs.max(initial=-1)) >= 0
-        chunks = sample() if may_report else self._backend.run_sampling(batch, hidden, sample)
-        return SampledStep(host, self._backend.fetch(self._token_ids[: batch.num_seqs]), chunks)
+        chunks = self._backend.run_sampling(batch, hidden, sample)
+        return SampledStep(host, self._backend.fetch(batch.sampled_ids), chunks)
 
     def _sample(self, hidden: Array, batch: Batch, host: Batch) -> list[LogprobChunk]:
-        """Set token_ids and last_token where a sequence samples; return the log-probabilities asked for."""
-        backend = self._backend
-        token_ids, wanted = self._token_ids[: batch.num_seqs], _num_top(host)
+        """Set sampled_ids and last_token where a sequence samples; return the log-probabilities asked for."""
+        backend, wanted = self._backend, _num_top(host)
         num_top = int(wanted.max(initial=-1))
         chunks: list[LogprobChunk] = []
         backend.begin_layer()
@@ -75,12 +72,12 @@ class Sampler:
             backend.rewind_layer()
             rows = backend.gather_rows(hidden, batch.logit_index[first : first + LOGITS_CHUNK])
             logits = self._model.logits(rows)
-            backend.sample(logits, batch, first, token_ids)
+            backend.sample(logits, batch, first)
             keep = wanted[first : first + LOGITS_CHUNK] >= 0
             if keep.any():
-                arrays = backend.logprobs(logits, batch, first, token_ids, min(num_top, logits.shape[1]))
+                arrays = backend.logprobs(logits, batch, first, min(num_top, logits.shape[1]))
                 chunks.append(LogprobChunk(keep, *map(backend.fetch, arrays)))
-        backend.store_last_tokens(batch, token_ids, self.last_token)
+        backend.store_last_tokens(batch, self.last_token)
         return chunks
 
 

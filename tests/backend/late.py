@@ -16,10 +16,9 @@ from cupaged.batch import Batch
 class LateBackend(CpuBackend):
     """Two steps in flight; a loop that needs a token too soon or reuses a buffer too early goes wrong."""
 
-    max_in_flight = 2
-
     def __init__(self, dtype: str, num_threads: int | None = None) -> None:
         super().__init__(dtype, num_threads)
+        self.max_in_flight = 2
         self.begun: deque[Callable[[], None]] = deque()
 
     def fetch(self, array: Array) -> Callable[[], NDArray[Any]]:
@@ -62,6 +61,10 @@ class LateBackend(CpuBackend):
     def run_sampling(self, batch: Batch, hidden: Array, sample: Callable[[], Any]) -> Any:  # noqa: ARG002
         """Return sample(), likewise."""
         return sample()
+
+    def returns_early(self, batch: Batch) -> bool:  # noqa: ARG002
+        """Return True."""
+        return True
 
     def _run(self, kernel: Callable[..., None], *args: Any, reads: Array | None = None) -> None:
         self._begin(partial(super()._run, kernel, *args, reads=reads))

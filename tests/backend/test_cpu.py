@@ -86,7 +86,6 @@ class TinyLayer:
         self.norm = backend.prepare_vector(random(hidden))
         self.cos_sin = backend.from_host(random(1024, 8))
         self.pool = backend.create_pool(pool_shape(CONFIG, 120, 16))
-        self.token_ids = np.full(4, -1, np.int32)
         self.last_token = np.zeros(4, np.int32)
         self.heads = heads
 
@@ -108,9 +107,9 @@ class TinyLayer:
         hidden = backend.rms_norm(hidden, self.norm, 1e-5, residual)
         backend.begin_layer()
         logits = backend.logits(backend.gather_rows(hidden, batch.logit_index), self.embed)
-        backend.sample(logits, batch, 0, self.token_ids)
-        logprobs = backend.logprobs(logits, batch, 0, self.token_ids, 3)
-        backend.store_last_tokens(batch, self.token_ids, self.last_token)
+        backend.sample(logits, batch, 0)
+        logprobs = backend.logprobs(logits, batch, 0, 3)
+        backend.store_last_tokens(batch, self.last_token)
         return backend.fetch(logprobs.logprobs)()
 
 
@@ -194,11 +193,12 @@ def test_measuring_computes_nothing() -> None:
     backend = CpuBackend("float32")
     layer, batch = TinyLayer(backend), create_batch([1, 33, 5])
     layer.pool[:] = 7
+    batch.sampled_ids[:] = -1
 
     backend.measure(LIMITS, lambda: layer.run(batch))
 
     assert (layer.pool == 7).all()
-    assert (layer.token_ids == -1).all()
+    assert (batch.sampled_ids == -1).all()
 
 
 def test_number_of_threads_changes_no_bit() -> None:
@@ -212,31 +212,41 @@ def test_number_of_threads_changes_no_bit() -> None:
 
 
 def test_sampled_tokens_and_logprobs_come_out_of_a_whole_pass() -> None:
-    layer = TinyLayer(create())
+    layer, batch = TinyLayer(create()), create_batch([1, 33, 5])
+    batch.sampled_ids[:] = -1
 
-    logprobs = layer.run(create_batch([1, 33, 5]))
+    logprobs = layer.run(batch)
 
     assert np.isfinite(logprobs).all()
-    assert (layer.token_ids[:3] >= 0).all()
-    assert layer.last_token[:3].tolist() == layer.token_ids[:3].tolist()
+    assert (batch.sampled_ids >= 0).all()
+    assert layer.last_token[:3].tolist() == batch.sampled_ids.tolist()
 
 
 @pytest.mark.parametrize(
-    ("changed", "times"), [({}, 0), ({Count.NUM_LOGITS: 2}, 2), ({Count.NUM_BANNED: 1}, 2)]
+    ("changed", "wanted", "times"),
+    [
+        ({}, None, 0),
+        ({Count.NUM_LOGITS: 2}, None, 2),
+        ({Count.NUM_BANNED: 1}, None, 2),
+        ({}, "num_logprobs", 2),
+        ({}, "num_prompt_logprobs", 2),
+    ],
 )
-def test_sampling_is_replayed_where_each_sequence_samples_and_any_token(
-    changed: dict[Count, int], times: int
+def test_sampling_is_replayed_where_each_sequence_samples_any_token_and_no_more(
+    changed: dict[Count, int], wanted: str | None, times: int
 ) -> None:
     backend, hidden, tokens = create(), random(3, 48), np.zeros(3, np.int32)
     like = create_batch([1, 1, 1])
     buffer = np.concatenate([like.buffer, np.zeros(4, np.int32)])  # with a tail
+    arrays = view(buffer, like.bucket)
+    arrays.num_logprobs[:] = arrays.num_prompt_logprobs[:] = -1
     sampled = []
 
     def step() -> None:
         batch = Batch(buffer, like.bucket, like.serials)
 
         def sample() -> None:
-            backend.store_last_tokens(batch, tokens, tokens)
+            backend.store_last_tokens(batch, tokens)
             sampled.append(batch)
 
         backend.begin_forward()
@@ -244,12 +254,15 @@ def test_sampling_is_replayed_where_each_sequence_samples_and_any_token(
 
     step()
     for count, value in changed.items():
-        view(buffer, like.bucket).counts[count] = value
+        arrays.counts[count] = value
+    if wanted:
+        getattr(arrays, wanted)[2] = 0
     sampled.clear()
     step()
     step()
 
     assert len(sampled) == times
+    assert backend.returns_early(Batch(buffer, like.bucket, like.serials)) == (times == 0)
 
 
 @pytest.mark.parametrize("kind", [np.float32, np.float16, ml_dtypes.bfloat16])

@@ -31,6 +31,7 @@ NUM_SEQS, PROMPT = 64, 20  # tokens
 VIEWS = 3 << 10  # bytes of Python's own: views, tuples of arguments; an array with a row a sequence has more
 SCRATCH = {"paged_attention": 64 << 10, "sample": 64 << 10, "logprobs": 16 << 10}  # of one thread
 SCRATCH["run_forward"] = SCRATCH["paged_attention"]  # in a step that is replayed
+SCRATCH["run_sampling"] = 8 << 10  # in one that is not: which rows report, by row
 
 
 @pytest.fixture

@@ -95,13 +95,15 @@ class TestOperations:
         batch.flags[[1, 3]] |= Flag.INPUT_FROM_LAST_TOKEN
         batch.flags[2] = 0
 
-        def operate(backend: Backend, batch: Batch, last: Array, sampled: Array) -> list[Array]:
+        batch.sampled_ids[:] = 80 + np.arange(5)
+
+        def operate(backend: Backend, batch: Batch, last: Array) -> list[Array]:
             backend.load_last_tokens(batch, last)
-            backend.store_last_tokens(batch, sampled, last)
+            backend.store_last_tokens(batch, last)
             return [batch.input_ids, last]
 
         def build(backend: Backend) -> tuple[Any, ...]:
-            return tuple(backend.from_host(n + np.arange(5, dtype=np.int32)) for n in (70, 80))
+            return (backend.from_host(70 + np.arange(5, dtype=np.int32)),)
 
         compare(dtype, build, operate, batches=[batch])
 
@@ -114,14 +116,14 @@ class TestOperations:
         batch.flags[[0, 1]] |= Flag.SCALED_LOGPROBS
         batch.top_p[:] = 1.0
 
-        def operate(backend: Backend, batch: Batch, logits: Array, ids: Array) -> list[Array]:
+        def operate(backend: Backend, batch: Batch, logits: Array) -> list[Array]:
             for first, last in ((0, 3), (3, 5)):
-                backend.sample(logits[first:last], batch, first, ids)
-            arrays = backend.logprobs(logits, batch, 0, ids, 3)
-            return [ids, *arrays]
+                backend.sample(logits[first:last], batch, first)
+            arrays = backend.logprobs(logits, batch, 0, 3)
+            return [batch.sampled_ids, *arrays]
 
         def build(backend: Backend) -> tuple[Any, ...]:
-            return backend.from_host(logits.copy()), backend.from_host(np.zeros(5, np.int32))
+            return (backend.from_host(logits.copy()),)
 
         compare(dtype, build, operate, batches=[batch], roundings=0)
 

@@ -36,12 +36,18 @@ class Machine:
     def __init__(self) -> None:
         self.arena = Arena(HostMemory())
         self.arena.create(1 << 12)
-        self.replay = Replay(ParallelRunner(1), self.arena)
+        self.runner = ParallelRunner(1)
+        self.replay = Replay(self.runner, self.arena)
         self.num_forwards = 0
 
     def step(self, batch: Batch) -> Array:
         self.arena.begin_forward()
-        return self.replay.run_part("forward", batch, self.forward(batch))
+        return self.run_part("forward", batch, self.forward(batch))
+
+    def run_part(self, name: str, batch: Batch, part: Callable[[], Array], *inputs: Array) -> Array:
+        result = self.replay.run_part(name, batch, part, *inputs)
+        self.runner.wait()
+        return result
 
     def forward(self, batch: Batch) -> Callable[[], Array]:
         def run() -> Array:
@@ -110,7 +116,7 @@ def test_a_step_that_begins_elsewhere_in_the_arena_runs_its_forward() -> None:
 
     machine.arena.begin_forward()
     before = machine.arena.take((1,), np.int32)
-    out = machine.replay.run_part("forward", batch, machine.forward(batch))
+    out = machine.run_part("forward", batch, machine.forward(batch))
 
     assert machine.num_forwards == 2
     assert not np.shares_memory(before, out)
@@ -124,7 +130,7 @@ def test_what_broke_off_is_not_kept() -> None:
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        machine.replay.run_part("forward", batch, fail)
+        machine.run_part("forward", batch, fail)
     machine.step(batch)
 
     assert machine.num_forwards == 1
@@ -166,7 +172,7 @@ class Model(Machine):
 
     def step(self, batch: Batch) -> Array:
         hidden = super().step(batch)
-        return self.replay.run_part("sampling", batch, lambda: self.sample(hidden), hidden)
+        return self.run_part("sampling", batch, lambda: self.sample(hidden), hidden)
 
     def forward(self, batch: Batch) -> Callable[[], Array]:
         def run() -> Array:
@@ -217,7 +223,7 @@ def test_what_other_arrays_go_into_is_another_part() -> None:
 
     for hidden in (*inputs, *inputs):
         model.arena.begin_forward()
-        out = model.replay.run_part("sampling", batch, partial(model.sample, hidden), hidden)
+        out = model.run_part("sampling", batch, partial(model.sample, hidden), hidden)
 
         assert set(out.tolist()) == {5 * hidden[0]}
 
@@ -230,7 +236,7 @@ def test_inputs_of_a_part_live_as_long_as_it_is_kept() -> None:
     for _ in range(MOST_KEPT + 3):
         hidden = memory[:2]  # which its kernels do not keep; another one must not be taken for it
         model.arena.begin_forward()
-        model.replay.run_part("sampling", batch, partial(model.sample, hidden[:]), hidden)
+        model.run_part("sampling", batch, partial(model.sample, hidden[:]), hidden)
         kept.append(weakref.ref(hidden))
     del hidden
 
@@ -245,7 +251,7 @@ def test_parts_are_told_by_their_names() -> None:
         model.arena.begin_forward()
         part = partial(model.multiply, batch.input_ids, model.weights[weight])
 
-        assert set(model.replay.run_part(name, batch, part).tolist()) == {2 + weight}
+        assert set(model.run_part(name, batch, part).tolist()) == {2 + weight}
 
 
 def test_a_new_part_follows_the_one_that_was_played_last() -> None:
@@ -278,7 +284,7 @@ def test_a_part_without_kernels_can_be_replayed() -> None:
     machine, batch = Machine(), decodes()
     for _ in range(2):
         machine.arena.begin_forward()
-        assert machine.replay.run_part("forward", batch, lambda: 7) == 7
+        assert machine.run_part("forward", batch, lambda: 7) == 7
 
 
 def test_an_error_in_a_replay_is_the_kernels_and_the_next_step_is_whole() -> None:

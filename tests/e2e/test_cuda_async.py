@@ -219,11 +219,11 @@ class Forgetful(CudaBackend):
 
     num_stores = 0
 
-    def store_last_tokens(self, batch: Batch, token_ids: Array, last_token: Array) -> None:
+    def store_last_tokens(self, batch: Batch, last_token: Array) -> None:
         """Forget every tenth step's tokens."""
         self.num_stores += 1
         if self.num_stores % 10:
-            super().store_last_tokens(batch, token_ids, last_token)
+            super().store_last_tokens(batch, last_token)
 
 
 def test_token_that_is_not_left_for_the_next_step_is_found(

@@ -35,9 +35,9 @@ class Faulty(CudaBackend):
 
     num_steps = 0
 
-    def store_last_tokens(self, batch: Batch, token_ids: Array, last_token: Array) -> None:
+    def store_last_tokens(self, batch: Batch, last_token: Array) -> None:
         """Add it to the tenth step; the first few are made to warm up."""
-        super().store_last_tokens(batch, token_ids, last_token)
+        super().store_last_tokens(batch, last_token)
         if not self._memory.measuring:
             self.num_steps += 1
         if self.num_steps == 10:

@@ -116,6 +116,10 @@ class ScriptedExecutor:
             self.synchronize()
         return step
 
+    def returns_early(self, batch: Batch) -> bool:  # noqa: ARG002
+        """Return whether steps are left to result()."""
+        return self._late
+
     def run_next(self) -> None:
         """Run the first step in line."""
         step = self.begun.popleft()

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from cupaged import threads
 from cupaged.backend.base import Backend, Limits, MemoryUse
 from cupaged.backend.cpu import CpuBackend
 from cupaged.batch import Flag, padding_batch
@@ -190,16 +191,27 @@ def test_rates_that_the_user_gives_are_kept(tiny_llama_dir: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("backend", "async_scheduling", "expected"),
-    [(LateBackend, True, 2), (LateBackend, False, 1), (CpuBackend, True, 1)],
+    ("backend", "num_threads", "async_scheduling", "expected"),
+    [
+        (LateBackend, 1, True, 2),
+        (LateBackend, 1, False, 1),
+        (CpuBackend, 1, True, 1),
+        (CpuBackend, 2, True, 2),
+    ],
 )
 def test_steps_in_flight_are_the_backends_unless_switched_off(
-    tiny_llama_dir: Path, backend: type[CpuBackend], async_scheduling: bool, expected: int
+    tiny_llama_dir: Path,
+    backend: type[CpuBackend],
+    num_threads: int,
+    async_scheduling: bool,
+    expected: int,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def create(options: EngineConfig, _: str) -> Backend:
         return backend("float32", options.num_threads)
 
-    options = config(tiny_llama_dir, async_scheduling=async_scheduling)
+    monkeypatch.setattr(threads, "available_cpus", lambda: 2)
+    options = config(tiny_llama_dir, num_threads=num_threads, async_scheduling=async_scheduling)
 
     assert Worker(options, tiny_llama_dir, create_backend=create).max_in_flight == expected
 
