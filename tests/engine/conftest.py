@@ -13,7 +13,7 @@ from cupaged.config import EngineConfig
 from cupaged.engine.llm_engine import LLMEngine
 from cupaged.outputs import RequestOutput
 from cupaged.sampling_params import SamplingParams
-from tests.engine.scripted import VOCAB_SIZE, NextToken, next_token, scripted
+from tests.engine.scripted import VOCAB_SIZE, Late, NextToken, next_token, scripted
 
 ALPHABET = ["<eos>", *ascii_letters, *digits, "_"]
 assert len(ALPHABET) == VOCAB_SIZE
@@ -43,7 +43,7 @@ def make_engine(scripted_dir: Path) -> MakeEngine:
 
     def make(
         num_blocks: int = 64,
-        late: bool = False,
+        late: Late = False,
         follow: NextToken = next_token,
         num_host_blocks: int = 0,
         **options: Any,

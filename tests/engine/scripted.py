@@ -3,12 +3,13 @@
 ScriptedExecutor keeps the ids in a paged cache and reads them through the block tables, so that a block that
 is wrong, lost or overwritten gives other tokens. It runs a step at once, or late: only when the result is
 asked for, with two steps in flight, so that a loop that reuses a batch's buffer too early, or that needs a
-token too soon, goes wrong.
+token too soon, goes wrong. Or it runs some at once and others late, as the CPU does.
 """
 
 from collections import deque
 from collections.abc import Callable
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -34,6 +35,7 @@ MODEL_CONFIG = ModelConfig(
 )
 
 NextToken = Callable[[int, int], int]
+Late = bool | Literal["decodes"]  # which steps are
 
 
 def next_token(seen: int, position: int) -> int:
@@ -72,7 +74,7 @@ class _Step:
 
 
 class ScriptedExecutor:
-    """Executor over `follow`; late = two steps in flight, each run when its result is asked for."""
+    """Executor over `follow`; late = two steps in flight, run when their result is asked for."""
 
     def __init__(
         self,
@@ -80,7 +82,7 @@ class ScriptedExecutor:
         *,
         num_blocks: int = 64,
         num_host_blocks: int = 0,
-        late: bool = False,
+        late: Late = False,
         follow: NextToken = next_token,
     ) -> None:
         self.plan = MemoryPlan(
@@ -101,6 +103,7 @@ class ScriptedExecutor:
         self.swap_rates = SwapRates(bandwidth=1.0, prefill_rate=1.0)
         self.max_in_flight = 2 if late else 1
         self.begun: deque[_Step] = deque()  # not run yet
+        self.num_run = 0  # steps
         self.is_closed = False
         self._late = late
         self._follow = follow
@@ -112,18 +115,19 @@ class ScriptedExecutor:
         """Run the step now, or leave it to result()."""
         step = _Step(self, batch)
         self.begun.append(step)
-        if not self._late:
+        if not self.returns_early(batch):
             self.synchronize()
         return step
 
-    def returns_early(self, batch: Batch) -> bool:  # noqa: ARG002
-        """Return whether steps are left to result()."""
-        return self._late
+    def returns_early(self, batch: Batch) -> bool:
+        """Return whether the step is left to result()."""
+        return batch.num_decodes == batch.num_seqs if self._late == "decodes" else self._late
 
     def run_next(self) -> None:
         """Run the first step in line."""
         step = self.begun.popleft()
         step.output = self._execute(step.batch)
+        self.num_run += 1
 
     def synchronize(self) -> None:
         """Run all steps in line."""
@@ -178,7 +182,7 @@ def _logprobs(batch: Batch, token_ids: NDArray[np.int32]) -> TokenLogprobs | Non
 
 def scripted(
     num_blocks: int = 64,
-    late: bool = False,
+    late: Late = False,
     follow: NextToken = next_token,
     num_host_blocks: int = 0,
 ) -> Callable[[EngineConfig, Path], ScriptedExecutor]:

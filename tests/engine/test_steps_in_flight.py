@@ -9,7 +9,7 @@ from cupaged import SamplingParams
 from cupaged.engine.llm_engine import LLMEngine
 from cupaged.outputs import CompletionOutput
 from tests.engine.conftest import ALPHABET, PROMPT, MakeEngine, finish, greedy, run
-from tests.engine.scripted import VOCAB_SIZE, ScriptedExecutor, continuation, next_token
+from tests.engine.scripted import VOCAB_SIZE, Late, ScriptedExecutor, continuation, next_token
 
 
 def scripted_executor(engine: LLMEngine) -> ScriptedExecutor:
@@ -17,10 +17,10 @@ def scripted_executor(engine: LLMEngine) -> ScriptedExecutor:
     return engine.executor
 
 
-@pytest.mark.parametrize("late", [False, True])
+@pytest.mark.parametrize("late", [False, True, "decodes"])
 @pytest.mark.parametrize("error", [RuntimeError("no memory"), KeyboardInterrupt()])
 def test_a_step_that_fails_drops_all_requests_and_the_next_one_runs(
-    make_engine: MakeEngine, late: bool, error: BaseException
+    make_engine: MakeEngine, late: Late, error: BaseException
 ) -> None:
     failures = [error]
 
@@ -74,14 +74,15 @@ def mixed_requests(seed: int) -> dict[str, tuple[list[int], SamplingParams, int 
 
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize("budget", [5, 64])
+@pytest.mark.parametrize("late", [True, "decodes"])
 def test_two_steps_in_flight_give_what_one_gives_with_finishes_aborts_and_preemptions(
-    make_engine: MakeEngine, budget: int, seed: int
+    make_engine: MakeEngine, late: Late, budget: int, seed: int
 ) -> None:
     requests = mixed_requests(seed)
 
-    def run_all(late: bool) -> dict[str, CompletionOutput]:
+    def run_all(late: Late) -> dict[str, CompletionOutput]:
         engine = make_engine(num_blocks=6, late=late, max_num_batched_tokens=budget, max_model_len=96)
-        assert engine.executor.max_in_flight == 1 + late
+        assert engine.executor.max_in_flight == 1 + bool(late)
         for name, (prompt, params, _) in requests.items():
             engine.add_request(name, prompt, params)
         last: dict[str, CompletionOutput] = {}
@@ -97,9 +98,48 @@ def test_two_steps_in_flight_give_what_one_gives_with_finishes_aborts_and_preemp
 
     synchronous = run_all(late=False)
 
-    assert run_all(late=True) == synchronous
+    assert run_all(late) == synchronous
     reasons = {completion.finish_reason for completion in synchronous.values()}
     assert reasons == {"stop", "length", None}  # None: aborted
+
+
+def test_a_step_that_runs_at_once_holds_up_no_result_and_nothing_holds_up_its_own(
+    make_engine: MakeEngine,
+) -> None:
+    engine = make_engine(late="decodes")
+    executor = scripted_executor(engine)
+    engine.add_request("a", PROMPT, greedy(20))
+
+    assert [len(output.outputs[0].token_ids) for output in engine.step()] == [1]
+    assert (executor.num_run, len(executor.begun)) == (1, 0)  # nothing began before its token was out
+    for num_tokens in (2, 3):
+        assert [len(output.outputs[0].token_ids) for output in engine.step()] == [num_tokens]
+        assert (executor.num_run, len(executor.begun)) == (num_tokens, 1)
+    engine.add_request("b", PROMPT, greedy(20))  # while a's fourth token is in flight
+    assert [output.request_id for output in engine.step()] == ["a"]
+    assert (executor.num_run, len(executor.begun)) == (4, 0)  # b's prompt is planned, but has not begun
+    assert [len(output.outputs[0].token_ids) for output in engine.step()] == [5, 1]
+    assert (executor.num_run, len(executor.begun)) == (5, 0)
+    engine.step()
+
+    assert len(executor.begun) == 1
+
+
+def test_a_step_that_was_planned_is_run_though_nobody_wants_it_any_more(make_engine: MakeEngine) -> None:
+    engine = make_engine(late="decodes")
+    engine.add_request("a", PROMPT, greedy(20))
+    engine.step()
+    engine.step()
+    engine.add_request("b", PROMPT, greedy(20))
+    engine.step()
+    num_run = scripted_executor(engine).num_run
+    for name in ("a", "b"):
+        engine.abort(name)
+
+    assert finish(engine) == {}
+    assert scripted_executor(engine).num_run == num_run + 1
+    assert engine.scheduler.num_used_blocks == 0
+    assert run(engine, greedy()).outputs[0].token_ids == continuation(PROMPT, 8)
 
 
 def test_a_thousand_requests_leave_nothing_behind(make_engine: MakeEngine) -> None:
