@@ -10,15 +10,17 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import pytest
 
-from cupaged import LLM, SamplingParams
+from cupaged import LLM, SamplingParams, threads
 from cupaged.config import EngineConfig
 from cupaged.engine.llm_engine import LLMEngine
 from cupaged.outputs import CompletionOutput, Logprobs, RequestOutput
 from cupaged.sampling_params import RequestOutputKind
+from cupaged.words import words
 from cupaged.worker.executor import UniprocExecutor
 from tests.backend.late import LateBackend
 
@@ -84,6 +86,18 @@ class Engines:
 
     def llm(self, num_blocks: int | None = None, **options: Any) -> LLM:
         return LLM(self.directory, **self.options(num_blocks, **options))
+
+    @contextmanager
+    def two_threads(self, num_blocks: int | None = None, **options: Any) -> Iterator[LLMEngine]:
+        """Give an engine that plans a step while the one before it runs."""
+        with patch.object(threads, "available_cpus", lambda: 2):
+            engine = LLMEngine(EngineConfig.create(self.directory, **self.options(num_blocks, **options)))
+        assert engine.executor.max_in_flight == 2
+        num_queued = words[threads.QUEUED]
+        yield engine
+        assert words[threads.QUEUED] - num_queued > engine.num_steps / 2
+        assert engine.scheduler.num_used_blocks == 0
+        engine.close()
 
     @contextmanager
     def late(self, num_blocks: int | None = None, **options: Any) -> Iterator[LLMEngine]:
@@ -188,6 +202,46 @@ def test_forked(engines: Engines, requests: list[Case], alone: list[Result], mod
     assert (happened["swapped_out_blocks"] > 0) == (mode == "swap")
 
 
+def run_forked(engine: LLMEngine, requests: list[Case], aborts: bool) -> dict[str, RequestOutput]:
+    """Return the outputs of the requests, of which every second one forks, by their numbers."""
+    finals = [replace(params, output_kind=RequestOutputKind.FINAL_ONLY) for _, params in requests]
+    if aborts:
+        for i, (prompt, _) in enumerate(requests):
+            engine.add_request(f"gone {i}", prompt, replace(finals[i], prompt_logprobs=None))
+        for _ in range(4):
+            engine.step()
+    for i, (prompt, _) in enumerate(requests):
+        engine.add_request(str(i), prompt, replace(finals[i], n=1 + i % 2))
+    seen: dict[str, RequestOutput] = {}
+    while engine.has_unfinished():
+        if aborts:
+            engine.abort(f"gone {engine.num_steps // 2}")
+        seen |= {output.request_id: output for output in engine.step()}
+        engine.scheduler.check_invariants()
+    return seen
+
+
+@pytest.mark.parametrize("mode", ["swap", "recompute"])
+def test_planned_while_the_step_before_is_played(
+    engines: Engines, requests: list[Case], alone: list[Result], mode: str
+) -> None:
+    """Without log-probabilities, which nothing is played for; one request in eight wants them."""
+    options: dict[str, Any] = {"preemption_mode": mode, "swap_space": HOST_POOL}
+    plain = [
+        (prompt, params if i % 8 == 7 else replace(params, logprobs=None, prompt_logprobs=None))
+        for i, (prompt, params) in enumerate(requests)
+    ]
+    with engines.two_threads(4 * SMALL_POOL, enable_prefix_caching=False, **options) as engine:
+        seen = run_forked(engine, plain, aborts=True)
+        happened = engine.get_metrics()
+    for i, ((single,), _) in enumerate(alone):
+        assert seen[str(i)].outputs[0].token_ids == single.token_ids
+        assert i % 8 < 7 or seen[str(i)].outputs[0] == single
+    assert happened["preemptions"] > 0
+    assert (happened["swapped_out_blocks"] > 0) == (mode == "swap")
+    assert happened["copied_blocks"] > 0
+
+
 @pytest.mark.parametrize("aborts", [False, True])
 @pytest.mark.parametrize("mode", ["roomy", "swap", "recompute"])
 def test_two_steps_in_flight(
@@ -197,22 +251,8 @@ def test_two_steps_in_flight(
     options: dict[str, Any] = {}
     if mode != "roomy":
         options = {"num_blocks": 2 * SMALL_POOL, "preemption_mode": mode, "swap_space": HOST_POOL}
-    finals = [replace(params, output_kind=RequestOutputKind.FINAL_ONLY) for _, params in requests]
     with engines.late(**options) as engine:
-        if aborts:
-            for i, (prompt, _) in enumerate(requests):
-                engine.add_request(f"gone {i}", prompt, replace(finals[i], prompt_logprobs=None))
-            for _ in range(4):
-                engine.step()
-        for i, (prompt, _) in enumerate(requests):
-            engine.add_request(str(i), prompt, replace(finals[i], n=1 + i % 2))
-        seen: dict[str, RequestOutput] = {}
-        while engine.has_unfinished():
-            if aborts:
-                engine.abort(f"gone {engine.num_steps // 2}")
-            seen |= {output.request_id: output for output in engine.step()}
-            engine.scheduler.check_invariants()
-
+        seen = run_forked(engine, requests, aborts)
         for i, ((single,), prompt_logprobs) in enumerate(alone):
             assert seen[str(i)].outputs[0] == single
             assert seen[str(i)].prompt_logprobs == prompt_logprobs
