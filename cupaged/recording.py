@@ -5,6 +5,7 @@ address of an entry, which is code that unpacks a kernel's arguments and calls i
 """
 
 from collections.abc import Callable, Iterable, Sequence
+from copy import copy
 from itertools import pairwise
 from typing import Any
 
@@ -26,8 +27,10 @@ Array = NDArray[Any]
 
 ENTRY, ARGUMENTS, AHEAD, AHEAD_END = range(4)  # columns of a table
 ROW_BYTES = 4 * 8
+POINTER = 4  # the word of an array where it begins
 MOST_AHEAD = 16 << 20  # bytes; what lies behind a matrix is mostly what is wanted after it
 
+_NO_BUFFER: Array = np.empty(0, np.int32)
 _WORD = ir.IntType(64)
 ENTRY_TYPE = ir.FunctionType(ir.IntType(32), [_WORD.as_pointer()])
 _chosen: dict[Any, Any] = {}  # compiled kernels, by the kernel and what its arguments look like
@@ -45,13 +48,37 @@ def prepare(kernels: Iterable[tuple[Callable[..., None], str]]) -> None:
 class Recording:
     """Calls that can be made again. They keep their arrays; only what these hold may change."""
 
-    def __init__(self, calls: Sequence[Call], reads: Sequence[Array | None]) -> None:
-        """Take the calls; `reads` has the weights that each streams from memory, if any."""
-        self.calls = calls
+    def __init__(
+        self, calls: Sequence[Call], reads: Sequence[Array | None], buffer: Array | None = None
+    ) -> None:
+        """Take the calls; `reads` has the weights that each streams from memory, if any.
+
+        Arrays that lie in `buffer` may lie in another one later, see moved().
+        """
+        self.buffer = self._home = _NO_BUFFER if buffer is None else buffer
         self.reads = [(i, array) for i, array in enumerate(reads) if array is not None]
         self.table: NDArray[np.int64] | None = None  # [calls, 4], or None: a kernel is not compiled
+        self._calls = calls
         if calls and all(isinstance(kernel, Dispatcher) for kernel, _ in calls):
             self._fill_table()
+
+    @property
+    def calls(self) -> Sequence[Call]:
+        """Return the calls."""
+        if self.buffer is self._home:
+            return self._calls
+        where = self._home, self.buffer
+        return [(kernel, tuple(_moved(arg, *where) for arg in args)) for kernel, args in self._calls]
+
+    def moved(self, buffer: Array) -> "Recording":
+        """Return the recording of such calls with arrays that lie in `buffer` as these do in their own."""
+        other = copy(self)
+        other.buffer = buffer
+        if self.table is not None:
+            other.table, other._arguments = self.table.copy(), self._arguments.copy()
+            other.table[:, ARGUMENTS] += other._arguments.ctypes.data - self._arguments.ctypes.data
+            other._arguments[self._pointers] += buffer.ctypes.data - self.buffer.ctypes.data
+        return other
 
     def follow(self, other: "Recording") -> None:
         """Have this one's first weights fetched when the other one has read its last."""
@@ -59,22 +86,36 @@ class Recording:
             _fetch_ahead(other.table[other.reads[-1][0]], self.reads[0][1])
 
     def _fill_table(self) -> None:
-        compiled = [_compiled(kernel, args) for kernel, args in self.calls]
-        arguments = [
-            np.array(
-                [word for pair in zip(args, kernel.signature.args, strict=True) for word in _words(*pair)],
-                np.int64,
-            )
-            for kernel, (_, args) in zip(compiled, self.calls, strict=True)
-        ]
+        compiled = [_compiled(kernel, args) for kernel, args in self._calls]
+        words: list[int] = []
+        first, pointers = [], []
+        for kernel, (_, args) in zip(compiled, self._calls, strict=True):
+            first.append(len(words))
+            for value, kind in zip(args, kernel.signature.args, strict=True):
+                if isinstance(kind, types.Array):
+                    pointers.append(len(words) + POINTER)
+                words += _words(value, kind)
         _make_entries(compiled)
-        self._arguments = np.concatenate(arguments)  # which the table points to
-        self.table = np.zeros((len(self.calls), 4), np.int64)
+        self._arguments = np.array(words, np.int64)  # which the table points to
+        offsets = self._arguments[pointers] - self.buffer.ctypes.data
+        self._pointers = np.array(pointers)[
+            (offsets >= 0) & (offsets < self.buffer.nbytes)
+        ]  # into the buffer
+        self.table = np.zeros((len(self._calls), 4), np.int64)
         self.table[:, ENTRY] = [_entries[kernel.library] for kernel in compiled]
-        first = np.cumsum([0, *map(len, arguments[:-1])])
-        self.table[:, ARGUMENTS] = self._arguments.ctypes.data + first * self._arguments.itemsize
+        self.table[:, ARGUMENTS] = self._arguments.ctypes.data + 8 * np.array(first)
         for (i, _), (_, array) in pairwise(self.reads):
             _fetch_ahead(self.table[i], array)
+
+
+def _moved(value: Any, home: Array, buffer: Array) -> Any:
+    """Return the array as it lies in `buffer` if it lies in `home`; any other value as it is."""
+    first = value.ctypes.data - home.ctypes.data if isinstance(value, np.ndarray) else -1
+    return (
+        np.ndarray(value.shape, value.dtype, buffer, first, value.strides)
+        if 0 <= first < home.nbytes
+        else value
+    )
 
 
 def _fetch_ahead(row: NDArray[np.int64], array: Array) -> None:

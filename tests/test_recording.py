@@ -187,6 +187,35 @@ def test_a_kernels_error_is_raised_and_later_calls_are_not_made(
     assert (before[0], after[0]) == (4, 3)
 
 
+@pytest.mark.parametrize("is_compiled", [True, False])
+def test_a_moved_recording_is_of_the_other_buffers_numbers(is_compiled: bool) -> None:
+    buffers, outside = [np.zeros(16) for _ in range(3)], ones(3)
+    home = buffers[0]
+    calls: list[Call] = [(add, (home[2:8:2], outside)), (add, (outside, home[13:]))]
+    calls.append((add, (home[:0], home[16:])) if is_compiled else (np.multiply, (home[13:], 1, home[13:])))
+    moved = Recording(calls, [None] * 3, home).moved(buffers[1]).moved(buffers[2])
+    for buffer in buffers:
+        buffer[2:8:2] = 1, 2, 3
+
+    play(moved)
+
+    assert (moved.table is not None) == is_compiled
+    assert [buffer[13:].tolist() for buffer in buffers] == [[0, 0, 0], [0, 0, 0], [2, 3, 4]]
+    assert outside.tolist() == [2, 3, 4]
+
+
+def test_an_error_of_a_moved_recording_is_that_of_its_own_numbers() -> None:
+    home, other = np.array([3.0]), np.array([2.0])
+    again = Recording([(refuse, (home,))], [None], home)
+    moved = again.moved(other)
+    home[0] = 1
+    with pytest.raises(ValueError, match="x is above 1"):
+        play(moved)
+    home[0], other[0] = 2, 1
+
+    play(moved)
+
+
 def test_an_error_that_does_not_come_again_is_one_still(monkeypatch: pytest.MonkeyPatch) -> None:
     x = np.array([2.0])
     again = record((reset, ()), (refuse, (x,)))

@@ -1,9 +1,10 @@
 """Replay: the kernel calls of a step of decodes, kept for the next one of the same shape.
 
 Python spends as long on a small step's three hundred calls as memory does on its weights: cutting results
-from the arena, reshaping them, finding the next layer. A step that has the shape of an earlier one, in the
-same batch buffer and from the same place in the arena, makes the same calls with the same arrays; only the
-numbers in them differ. What CUDA graphs are to a GPU. A step has two such parts: its forward, and sampling.
+from the arena, reshaping them, finding the next layer. A step that has the shape of an earlier one, from the
+same place in the arena, makes the same calls with the same arrays, but for those of the batch, which lie in
+its buffer as the earlier ones did in theirs; only the numbers in them differ. What CUDA graphs are to a GPU.
+A step has two such parts: its forward, and sampling.
 """
 
 from collections import OrderedDict
@@ -17,14 +18,14 @@ from cupaged.recording import Call, Recording
 from cupaged.threads import ParallelRunner
 
 MOST_KEPT = 64  # parts, two a step; a forward of a small model is some 300 calls, half a megabyte
+MOST_BUFFERS = 2  # of batches, which take turns while two steps are in flight
 
 
 class Step(NamedTuple):
     """A part of a step that has run; all that its key tells by an id is kept."""
 
-    batch: Batch  # whose arrays the calls read
     inputs: tuple[Array, ...]
-    recording: Recording
+    recordings: list[Recording]  # by the batch's buffer, the newest last
     result: Any  # what it returned: the same places in the arena after each replay
     before: ArenaState
     after: ArenaState
@@ -55,32 +56,39 @@ class Replay:
         """
         if not batch.num_decodes == batch.num_seqs == batch.num_tokens:
             return part()  # seldom has a second of its shape, and is long enough
-        arena, key = self._arena, (name, *_shape(batch), *map(id, inputs))
+        arena, key = self._arena, (name, *batch.bucket, batch.num_seqs, *map(id, inputs))
         if (found := self._steps.get(key)) and found.before == arena.state():
             self._steps.move_to_end(key)
-            self._last = found.recording
-            self._runner.play(found.recording)
+            self._last = self._recording_of(found, batch)
+            self._runner.play(self._last)
             arena.restore(found.after)
             return found.result
         before, self._calls, self._reads = arena.state(), [], []
         try:
             result = part()
-            recording = Recording(self._calls, self._reads)
+            recording = Recording(self._calls, self._reads, batch.buffer)
         finally:
             self._calls = None
-        if self._last is not None:  # the parts take turns, whatever their shapes
-            recording.follow(self._last)
-            self._last.follow(recording)
+        self._link(recording)
         self._last = recording
-        self._steps[key] = Step(batch, inputs, recording, result, before, arena.state())
+        self._steps[key] = Step(inputs, [recording], result, before, arena.state())
         if len(self._steps) > MOST_KEPT:
             self._steps.popitem(last=False)
         return result
 
+    def _recording_of(self, step: Step, batch: Batch) -> Recording:
+        """Return the step's recording for the batch's buffer."""
+        for recording in step.recordings:
+            if recording.buffer is batch.buffer:
+                return recording
+        recording = step.recordings[-1].moved(batch.buffer)
+        self._link(recording)
+        step.recordings.append(recording)
+        del step.recordings[:-MOST_BUFFERS]
+        return recording
 
-def _shape(batch: Batch) -> tuple[int, ...]:
-    """Return what decides where a batch's arrays lie and how large they are, as far as such parts read them.
-
-    The buffer is told by its id: as long as a record keeps its arrays, no other can have that.
-    """
-    return (id(batch.buffer), *batch.bucket, batch.num_seqs)
+    def _link(self, recording: Recording) -> None:
+        """Have a new recording and the last one fetch for each other: parts take turns, of any shape."""
+        if self._last is not None:
+            recording.follow(self._last)
+            self._last.follow(recording)
