@@ -44,7 +44,7 @@ numba: Any = _numba  # untyped
 
 # Places of words.
 LEADING = 0  # 1 while somebody leads: there is one job at a time
-NEXT = PAIR  # the piece that nobody has taken yet
+NEXT = PAIR  # how many pieces have been taken
 INSIDE = 2 * PAIR  # threads that look at the job
 JOB = 3 * PAIR  # odd while it is open; the next four belong to it
 TASK, DATA, PIECES, LIMIT = JOB + 1, JOB + 2, JOB + 3, JOB + 4
@@ -85,11 +85,22 @@ def _claim_ahead(num_bytes: int) -> Any:  # noqa: ARG001
 
 
 @njit
+def nth_piece(n: int, pieces: int, threads: int) -> int:
+    """Return which piece is handed out as the n-th one.
+
+    While threads take turns each gets pieces that follow each other, and its part of memory streams.
+    """
+    thread, turn = n % threads, n // threads
+    return thread * (pieces // threads) + min(thread, pieces % threads) + turn
+
+
+@njit
 def _take_pieces(task: int, data: int, pieces: int) -> None:
-    piece = add(NEXT, 1)
-    while piece < pieces:
-        do_piece(task, data, piece)
-        piece = add(NEXT, 1)
+    threads = load(LIMIT)
+    n = add(NEXT, 1)
+    while n < pieces:
+        do_piece(task, data, nth_piece(n, pieces, threads))
+        n = add(NEXT, 1)
 
 
 @njit

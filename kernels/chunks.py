@@ -13,8 +13,13 @@ PIECES = 8  # a thread
 
 @njit
 def num_chunks(work: int, grain: int) -> int:
-    """Return the pieces to cut `work` into, of at least `grain` each; 1 if it is less than two grains."""
-    return max(1, min(work // grain, PIECES * num_team_threads()))
+    """Return the pieces to cut `work` into, of at least `grain` each; 1 if it is less than two grains.
+
+    If there are enough of them, each thread gets as many.
+    """
+    threads = num_team_threads()
+    pieces = max(1, min(work // grain, PIECES * threads))
+    return pieces if pieces < threads else pieces // threads * threads
 
 
 @njit

@@ -13,10 +13,10 @@ from numpy.typing import NDArray
 
 from cupaged.jit import njit, njit_inner
 from cupaged.kernels.bits import load, store
-from cupaged.kernels.chunks import num_chunks
+from cupaged.kernels.chunks import chunk_range, num_chunks
 from cupaged.kernels.linear_tile import LONG_ROWS, MOST_ROWS, NEAR, WIDTH, Places, multiply_tile
 from cupaged.kernels.parallel import parallel_for
-from cupaged.threads import claim_ahead, num_team_threads
+from cupaged.threads import claim_ahead, nth_piece, num_team_threads
 
 DEPTH = 2048  # inputs; the part of a tile's weights, 192 KiB, stays in the second-level cache for all rows
 GRAIN = 1 << 17  # bytes of weights that are worth a thread
@@ -134,25 +134,32 @@ def multiply_panel(out: Any, x: Any, weight: Any, terms: Any, at: Places, num_ro
         ahead = at.weight  # which is there already
 
 
+@njit_inner
+def is_last_piece(end: int, num_panels: int, pieces: int, threads: int) -> bool:
+    """Return whether the piece that ends at a panel is the last one of a thread, while these take turns."""
+    for thread in range(1, threads):
+        if end == chunk_range(num_panels, nth_piece(thread, pieces, threads), pieces)[0]:
+            return True
+    return end == num_panels
+
+
 @njit
-def multiply_panels(x: Any, panels: Any, terms: Any, out: Any, bounds: Any) -> None:
+def multiply_panels(x: Any, panels: Any, terms: Any, out: Any, pieces: int, bounds: Any) -> None:
     """Set the outputs of the panels [first, last), of all rows."""
     in_features, out_features = x.shape[1], out.shape[1]
     x_flat, weight, out_flat = x.reshape(-1), panels.reshape(-1), out.reshape(-1)
     stride = panels.size // panels.shape[0]  # from panel to panel
-    others = (num_team_threads() - 1) * (bounds[1] - bounds[0])  # the panels that they take meanwhile
+    leaves = is_last_piece(bounds[1], panels.shape[0], pieces, num_team_threads())
     for panel in range(*bounds):
         column = panel * WIDTH
         for k in range(0, in_features, DEPTH):
             depth, start = min(DEPTH, in_features - k), panel * stride + k * WIDTH
             is_last = k + depth == in_features
             ahead = start + depth * WIDTH
-            if is_last and panel + 1 == bounds[1]:
-                ahead += others * stride
-                if panel + 1 + others >= panels.shape[0]:
-                    wanted = depth * WIDTH * panels.itemsize if x.shape[0] >= LONG_ROWS else NEAR
-                    place = claim_ahead(wanted)
-                    ahead = (place - panels.ctypes.data) // panels.itemsize if place > 0 else start
+            if is_last and leaves and panel + 1 == bounds[1]:
+                wanted = depth * WIDTH * panels.itemsize if x.shape[0] >= LONG_ROWS else NEAR
+                place = claim_ahead(wanted)
+                ahead = (place - panels.ctypes.data) // panels.itemsize if place > 0 else start
             at = Places(
                 row=0,
                 column=column,
@@ -173,7 +180,7 @@ def multiply(x: Any, panels: Any, terms: Any, out: Any) -> None:
     """Set out [n, out_features] to what linear_tile makes of x [n, in_features], on all threads."""
     work, num_panels = panels.size * panels.itemsize * (1 + x.shape[0] // MOST_ROWS), panels.shape[0]
     pieces = min(num_panels, num_chunks(work, GRAIN))
-    parallel_for(multiply_panels, num_panels, pieces, (x, panels, terms, out))
+    parallel_for(multiply_panels, num_panels, pieces, (x, panels, terms, out, pieces))
 
 
 # For jit.specialize: x and panels, f4 or u2 (the bits of bfloat16).

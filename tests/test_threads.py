@@ -18,7 +18,7 @@ from cupaged import threads
 from cupaged.jit import njit, njit_inner, specialize
 from cupaged.kernels.parallel import parallel_for
 from cupaged.recording import MOST_AHEAD, Recording
-from cupaged.threads import ParallelRunner, available_cpus, claim_ahead, num_team_threads
+from cupaged.threads import ParallelRunner, available_cpus, claim_ahead, nth_piece, num_team_threads
 from cupaged.words import yield_core
 
 ROOT = Path(__file__).parent.parent
@@ -97,6 +97,17 @@ def test_each_piece_of_a_recording_is_done_once_each_time(
 
     assert (done == 400).all()
     assert (others == 100).all()
+
+
+@pytest.mark.parametrize("threads", [1, 2, 3, 5])
+@pytest.mark.parametrize("pieces", [1, 2, 4, 7, 40])
+def test_threads_that_take_turns_get_pieces_that_follow_each_other(pieces: int, threads: int) -> None:
+    order = [nth_piece(n, pieces, threads) for n in range(pieces)]
+
+    assert sorted(order) == list(range(pieces))
+    shares = [order[thread::threads] for thread in range(min(threads, pieces))]
+    assert all(share == list(range(share[0], share[0] + len(share))) for share in shares)
+    assert max(map(len, shares)) - min(map(len, shares)) <= 1
 
 
 def test_a_kernel_runs_without_the_team() -> None:

@@ -186,15 +186,14 @@ def test_each_panel_fetches_what_its_thread_multiplies_next(monkeypatch: pytest.
     monkeypatch.setattr(linear, "claim_ahead", lambda num_bytes: panels.ctypes.data + 4 * 10**9 + num_bytes)
     monkeypatch.setattr(linear, "multiply_panel", lambda *args: found.append((args[4].weight, args[4].ahead)))
 
-    for rows, first in ((1, 0), (1, 10), (4, 10)):
+    for rows, first in ((1, 0), (1, 2), (4, 10)):  # two pieces a thread
         x, out = np.zeros((rows, 3 * DEPTH), np.float32), np.zeros((rows, 12 * WIDTH), np.float32)
-        inspect.unwrap(multiply_panels)(x, panels, (), out, (first, first + 2))
+        inspect.unwrap(multiply_panels)(x, panels, (), out, 6, (first, first + 2))
 
     assert [weight for weight, _ in found] == [
-        p * panel + k * part for p in (0, 1, 10, 11, 10, 11) for k in (0, 1, 2)
+        p * panel + k * part for p in (0, 1, 2, 3, 10, 11) for k in (0, 1, 2)
     ]
     ahead = [place for _, place in found]
-    assert ahead[:5] == [part, 2 * part, panel, panel + part, panel + 2 * part]
-    assert ahead[5] == 6 * panel  # the other two threads have the two pieces in between
-    assert ahead[11] == 10**9 + NEAR // 4
+    assert ahead[:11] == [k * part for k in range(1, 12)]
+    assert ahead[11] == 10**9 + NEAR // 4  # what follows is another thread's
     assert ahead[17] == 10**9 + part
