@@ -134,7 +134,7 @@ def multiply_panel(out: Any, x: Any, weight: Any, terms: Any, at: Places, num_ro
         ahead = at.weight  # which is there already
 
 
-@njit_inner
+@njit
 def is_last_piece(end: int, num_panels: int, pieces: int, threads: int) -> bool:
     """Return whether the piece that ends at a panel is the last one of a thread, while these take turns."""
     for thread in range(1, threads):
