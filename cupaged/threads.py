@@ -47,7 +47,8 @@ LEADING = 0  # 1 while somebody leads: there is one job at a time
 NEXT = PAIR  # how many pieces have been taken
 INSIDE = 2 * PAIR  # threads that look at the job
 JOB = 3 * PAIR  # odd while it is open; the next four belong to it
-TASK, DATA, PIECES, LIMIT = JOB + 1, JOB + 2, JOB + 3, JOB + 4
+TASK, DATA, PIECES, THREADS = JOB + 1, JOB + 2, JOB + 3, JOB + 4
+LIMIT = JOB + 5  # of threads that may take part in the next one
 FETCH, FETCH_END = 4 * PAIR, 4 * PAIR + 1  # addresses: what nobody has fetched yet
 QUEUED = 5 * PAIR  # how many recordings have been queued, ever
 PLAYED = 6 * PAIR  # how many of them are done
@@ -95,8 +96,7 @@ def nth_piece(n: int, pieces: int, threads: int) -> int:
 
 
 @njit
-def _take_pieces(task: int, data: int, pieces: int) -> None:
-    threads = load(LIMIT)
+def _take_pieces(task: int, data: int, pieces: int, threads: int) -> None:
     n = add(NEXT, 1)
     while n < pieces:
         do_piece(task, data, nth_piece(n, pieces, threads))
@@ -106,16 +106,18 @@ def _take_pieces(task: int, data: int, pieces: int) -> None:
 @njit
 def lead(task: int, data: int, pieces: int) -> None:
     """Call task(data, piece) for all pieces, with the team; alone if it is at work for another thread."""
-    if pieces == 1 or load(LIMIT) == 1 or not claim(LEADING):
+    threads = load(LIMIT)
+    if pieces == 1 or threads == 1 or not claim(LEADING):
         for piece in range(pieces):
             do_piece(task, data, piece)
         return
     store(TASK, task)
     store(DATA, data)
     store(PIECES, pieces)
+    store(THREADS, threads)
     store(NEXT, 0)
     add(JOB, 1)
-    _take_pieces(task, data, pieces)
+    _take_pieces(task, data, pieces, threads)
     add(JOB, 1)
     # Whoever has come inside before it was closed may still be at a piece; nobody else comes in.
     waited = 0
@@ -153,14 +155,22 @@ def _queue_up(table: int, num_calls: int, num_threads: int) -> None:
 
 
 @njit
-def _play_queue(until: int) -> None:
-    """Play what is queued, at most the first `until`, unless another thread does. What follows on a failure
-    counts as played, until somebody has taken note of it.
+def _may_play(number: int) -> bool:
+    """Return whether a recording is to be played next, by so many threads that this one is among them."""
+    played = load(PLAYED)
+    return played < load(QUEUED) and number < load(QUEUE + 3 * (played % QUEUE_LENGTH) + 2)
+
+
+@njit
+def _play_queue(number: int, until: int) -> None:
+    """Play what is queued, at most the first `until`, unless another thread does.
+
+    What follows on a failure counts as played, until somebody has taken note of it.
     """
     if not claim(PLAYING):
         return
     limit, played = load(LIMIT), load(PLAYED)
-    while played < min(until, load(QUEUED)):
+    while played < until and _may_play(number):
         place = QUEUE + 3 * (played % QUEUE_LENGTH)
         store(LIMIT, load(place + 2))
         if load(FAILED) == 0:
@@ -186,12 +196,12 @@ def _follow(number: int, until: int) -> None:
         if job % 2 == 1 and job != done and number < load(LIMIT):
             add(INSIDE, 1)
             if load(JOB) == job:  # still open, and so it stays what it is until this thread is out
-                _take_pieces(load(TASK), load(DATA), load(PIECES))
+                _take_pieces(load(TASK), load(DATA), load(PIECES), load(THREADS))
                 done, idle = job, 0
             add(INSIDE, -1)
             continue
-        if load(PLAYED) < load(QUEUED) and load(PLAYING) == 0:
-            _play_queue(until if until > 0 else ALL)
+        if load(PLAYING) == 0 and _may_play(number):
+            _play_queue(number, until if until > 0 else ALL)
             idle = 0
             continue
         if load(FETCH) < load(FETCH_END):

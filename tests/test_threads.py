@@ -220,6 +220,23 @@ def test_no_more_threads_share_a_kernel_than_its_runner_has(monkeypatch: pytest.
     assert len(found) <= 2
 
 
+@pytest.mark.skipif(sys.platform == "win32", reason="threads are not told by pthread_self there")
+def test_no_more_threads_share_a_recording_than_its_runner_has(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(threads, "available_cpus", lambda: 4)
+    specialize(note, "void(i8[::1])")
+    many, few, owners = ParallelRunner(4), ParallelRunner(2), counts(64)
+    noted = recording(*[(note, (owners[i : i + 8],)) for i in range(0, 64, 8)])
+    found: set[int] = set()
+
+    for _ in range(20):
+        many.run([(note, (owners,))])  # so all are awake
+        few.play(noted)
+        few.wait()
+        found.update(owners.tolist())
+
+    assert len(found) <= 2
+
+
 def test_threads_sleep_when_nothing_has_run_for_a_while() -> None:
     code = """
     import os, time
