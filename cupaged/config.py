@@ -217,7 +217,7 @@ class EngineConfig:
     trace_text: bool = option(False, "record token ids in the trace, from which texts can be read")
     load_format: LoadFormat = option("auto", "auto = safetensors; dummy = random weights, for measurements")
     enforce_eager: bool = option(False, "on a GPU, launch every kernel by itself: no CUDA graphs")
-    async_scheduling: bool = option(True, "on a GPU, plan a step while the one before it runs")
+    async_scheduling: bool = option(True, "plan a step while the one before it runs")
     seed: int = option(0, "seed of requests that bring none")
     num_threads: int | None = option(None, "CPU threads; unset = all cores")
     generation_config: GenerationConfigName = option(
