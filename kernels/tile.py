@@ -20,7 +20,7 @@ from llvmlite import ir
 from numba import types
 
 from cupaged.kernels import simd
-from cupaged.kernels.emit import FLOATS, INT, LANES, Memory, cgutils, define, fma, splat
+from cupaged.kernels.emit import FLOATS, INT, LANES, WORDS, Memory, cgutils, define, fma, splat, words
 
 SPLIT = 256  # tokens that a row's weights are relative to the greatest of; a multiple of every block size
 GROUPS = SPLIT // LANES
@@ -28,16 +28,19 @@ ROWS = 4
 # rows * vectors accumulators fill half of the vector registers, of 16 lanes with AVX-512, else of 8 or 4
 VECTORS = 4 if llvmlite.binding.get_host_cpu_features().get("avx512f", False) else 1
 
+EVEN_ODD = [*range(0, 2 * LANES, 2), *range(1, 2 * LANES, 2)]  # lanes of two vectors
+IN_ORDER = [half * LANES + i for i in range(LANES) for half in range(2)]  # and back
+
 
 class Keys(NamedTuple):
     """Where scores [rows, SPLIT] and queries [rows, head_dim] begin, and which groups' keys are meant."""
 
     scores: int
     q: int
-    head_dim: int
+    head_dim: int  # even
     stride: int  # from one dimension of a group's keys to the next, in elements
-    first: int  # group
-    last: int  # VECTORS are done at a time, so there may be some behind; they have a place, too
+    first: int  # group, a multiple of VECTORS
+    last: int  # if odd, one more may be done; it has a place, too
     now: int  # in `groups`, where those in use begin
     ahead: int  # and those to come
 
@@ -92,8 +95,10 @@ def _loop(builder: Any, begin: Any, end: Any, step: int = 1) -> Iterator[Any]:
     yield index
     index.add_incoming(builder.add(index, INT(step)), builder.block)
     module = builder.module
-    keep = module.add_metadata([ir.MetaDataString(module, "llvm.loop.unroll.disable")])
-    builder.branch(head).set_metadata("llvm.loop", module.add_metadata([keep]))
+    loop = module.add_metadata([module.add_metadata([ir.MetaDataString(module, "llvm.loop.unroll.disable")])])
+    if len(loop.operands) == 1:  # LLVM knows a loop's node by itself being the first operand
+        loop.operands = (loop, *loop.operands)
+    builder.branch(head).set_metadata("llvm.loop", loop)
     builder.position_at_end(done)
 
 
@@ -109,27 +114,65 @@ def _place(builder: Any, start: Any, i: int, stride: Any, more: Any) -> Any:
     return builder.add(builder.add(start, builder.mul(INT(i), stride)), more)
 
 
-def _emit_scores(builder: Any, arrays: tuple[Memory, ...], at: Keys, rows: int) -> None:
-    scores, q, pool, groups = arrays
-    sums = [cgutils.alloca_once(builder, FLOATS) for _ in range(rows * VECTORS)]
-    with _loop(builder, at.first, at.last, VECTORS) as group:
+def _emit_tiles(
+    builder: Any, arrays: tuple[Memory, ...], at: Keys, rows: int, groups: tuple[Any, Any], vectors: int
+) -> None:
+    """Emit the scores of groups [first, last), some at a time."""
+    scores, q, pool, places = arrays
+    sums = [cgutils.alloca_once(builder, FLOATS) for _ in range(rows * vectors)]
+    with _loop(builder, *groups, vectors) as first:
         for total in sums:
             builder.store(ir.Constant(FLOATS, None), total)
+        each = [builder.add(first, INT(j)) for j in range(vectors)]
         now, ahead = (
-            [groups.load_one(_place(builder, start, j, INT(1), group)) for j in range(VECTORS)]
-            for start in (at.now, at.ahead)
+            [places.load_one(builder.add(start, group)) for group in each] for start in (at.now, at.ahead)
         )
-        with _loop(builder, INT(0), at.head_dim) as d:
-            offset = builder.mul(d, at.stride)
-            for start in ahead:
-                pool.prefetch(builder.add(start, offset))
-            columns = [pool.load(builder.add(start, offset)) for start in now]
-            x = [q.load_one(_place(builder, at.q, i, at.head_dim, d)) for i in range(rows)]
-            _add_products(builder, sums, x, columns)
-        first = builder.add(at.scores, builder.mul(group, INT(LANES)))
+        if pool.half:  # a line has two vectors: of one group, or one each of two
+            odd = [builder.mul(builder.and_(group, INT(1)), at.stride) for group in each]
+            ahead = [builder.add(start, more) for start, more in zip(ahead, odd, strict=True)]
+        with _loop(builder, INT(0), at.head_dim, 2) as even:
+            for d in (even, builder.add(even, INT(1))):
+                offset = builder.mul(d, at.stride)
+                if d is even or not pool.half:
+                    for start in ahead:
+                        pool.prefetch(builder.add(start, offset))
+                columns = [pool.load(builder.add(start, offset)) for start in now]
+                x = [q.load_one(_place(builder, at.q, i, at.head_dim, d)) for i in range(rows)]
+                _add_products(builder, sums, x, columns)
+        to = builder.add(at.scores, builder.mul(first, INT(LANES)))
         for k, total in enumerate(sums):
-            to = builder.add(first, INT(k // VECTORS * SPLIT + k % VECTORS * LANES))
-            scores.store(to, builder.load(total))
+            place = builder.add(to, INT(k // vectors * SPLIT + k % vectors * LANES))
+            scores.store(place, builder.load(total))
+
+
+def _emit_scores(builder: Any, arrays: tuple[Memory, ...], at: Keys, rows: int) -> None:
+    few = max(1, VECTORS // 2)
+    count = builder.add(builder.sub(at.last, at.first), INT(few - 1))
+    rest = builder.add(at.first, builder.and_(count, INT(-VECTORS)))
+    _emit_tiles(builder, arrays, at, rows, (at.first, rest), VECTORS)
+    if few < VECTORS:
+        _emit_tiles(builder, arrays, at, rows, (rest, at.last), few)
+
+
+def _load_columns(builder: Any, pool: Memory, start: Any, vectors: int) -> list[Any]:
+    """Emit vectors of columns; of halves the even ones of two, then the odd: so they take one instruction."""
+    if not pool.half or vectors == 1:
+        return [pool.load(builder.add(start, INT(j * LANES))) for j in range(vectors)]
+    columns = []
+    for j in range(0, vectors, 2):
+        pair = builder.load(pool.at(builder.add(start, INT(j * LANES)), WORDS))
+        pair.align = 2
+        columns += [builder.shl(pair, words(16)), builder.and_(pair, words(-1 << 16))]
+    return [builder.bitcast(column, FLOATS) for column in columns]
+
+
+def _shuffle_pairs(builder: Any, vectors: list[Any], lanes: list[int]) -> list[Any]:
+    """Emit, of every two vectors, the first half of `lanes` of both, then the second half."""
+    return [
+        builder.shuffle_vector(*vectors[j : j + 2], ir.Constant(WORDS, half))
+        for j in range(0, len(vectors), 2)
+        for half in (lanes[:LANES], lanes[LANES:])
+    ]
 
 
 def _emit_columns(
@@ -142,7 +185,11 @@ def _emit_columns(
         for i in range(rows)
         for j in range(vectors)
     ]
-    sums = [cgutils.alloca_once_value(builder, out.load(index)) for index in where]
+    found = [out.load(index) for index in where]
+    parted = pool.half and vectors > 1
+    if parted:
+        found = _shuffle_pairs(builder, found, EVEN_ODD)
+    sums = [cgutils.alloca_once_value(builder, x) for x in found]
     first = builder.sdiv(at.begin, INT(LANES))
     last = builder.sdiv(builder.add(at.end, INT(LANES - 1)), INT(LANES))
     with _loop(builder, first, last) as group:
@@ -158,11 +205,14 @@ def _emit_columns(
             offset = builder.mul(t, at.head_dim)
             for j in range(0, vectors, 2 if pool.half else 1):  # a line has two vectors of halves
                 pool.prefetch(_place(builder, ahead, j, INT(LANES), offset))
-            columns = [pool.load(_place(builder, now, j, INT(LANES), offset)) for j in range(vectors)]
+            columns = _load_columns(builder, pool, builder.add(now, offset), vectors)
             x = [weights.load_one(_place(builder, own, i, INT(SPLIT), t)) for i in range(rows)]
             _add_products(builder, sums, x, columns)
-    for index, total in zip(where, sums, strict=True):
-        out.store(index, builder.load(total))
+    found = [builder.load(total) for total in sums]
+    if parted:
+        found = _shuffle_pairs(builder, found, IN_ORDER)
+    for index, total in zip(where, found, strict=True):
+        out.store(index, total)
 
 
 def _emit_values(builder: Any, arrays: tuple[Memory, ...], at: Values, rows: int) -> None:
