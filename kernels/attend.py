@@ -24,12 +24,14 @@ from cupaged.kernels.attention_plan import (
     TOKEN,
     Heads,
     Mask,
+    Plan,
     tokens_seen,
 )
 from cupaged.kernels.emit import LANES
 from cupaged.kernels.tile import GROUPS, ROWS, SPLIT, VECTORS, Keys, Values, add_values, score_keys
 
 PLACES = 2 * GROUPS  # of a split's keys and values
+LINE = 64  # bytes, of the cache
 
 
 class Cache(NamedTuple):
@@ -41,11 +43,26 @@ class Cache(NamedTuple):
     block_size: int
 
 
+class Step(NamedTuple):
+    """What all threads share."""
+
+    q: Any  # float32[num_tokens, num_heads, head_dim], a head's in a row
+    pool: Any  # T[num_blocks * block_stride]
+    cache: Cache
+    heads: Heads
+    tables: Any  # int32[num_seqs, table_width]
+    mask: Mask
+    sinks: Any  # float32[num_heads], or [0] for none
+    most: int  # rows of a unit
+    partial: Any  # float32[slots, record_size]
+    out: Any  # T[num_tokens, num_heads, head_dim]
+
+
 class Room(NamedTuple):
     """What a thread works in."""
 
     groups: Any  # int64[2 * PLACES], of the split in work and of the next one
-    seen: Any  # int64[rows, 2], the tokens [begin, end) of the split that each row sees
+    seen: Any  # int64[2 * rows], the tokens [begin, end) of the split that each row sees
     q: Any  # float32[rows, head_dim], scaled
     scores: Any  # float32[ROWS, SPLIT], then the weights
     records: Any  # float32[2, rows, record_size], a split's and all so far
@@ -80,13 +97,15 @@ def place_groups(
     head = units[unit, KV_HEAD] * cache.block_size * heads.head_dim
     table = tables[units[unit, SEQ]]
     keys, values = groups[at : at + GROUPS], groups[at + GROUPS : at + PLACES]
+    index = (low + begin * LANES) // cache.block_size
+    offset = low + begin * LANES - index * cache.block_size
     for g in range(begin, end):
-        token = low + g * LANES
-        index = token // cache.block_size
-        offset = token - index * cache.block_size
         start = np.int64(table[index]) * cache.block_stride + head
         keys[g] = start + cache.keys + offset
         values[g] = start + cache.values + offset * heads.head_dim
+        offset += LANES
+        if offset == cache.block_size:
+            index, offset = index + 1, 0
     for g in range(begin):
         keys[g], values[g] = keys[begin], values[begin]
     for g in range(end, GROUPS):
@@ -121,12 +140,13 @@ def place_next(
 @njit_inner
 def ask_for_groups(pool: Any, groups: Any, at: int, head_dim: int, block_size: int) -> None:
     """Ask for the cache lines of groups that nothing asked for while it was at work."""
+    line = LINE // pool.itemsize
     for g in range(GROUPS):
         keys, values = groups[at + g], groups[at + GROUPS + g]
         if g == 0 or keys != groups[at + g - 1]:
-            for d in range(head_dim):
+            for d in range(0, head_dim, max(1, line // block_size)):
                 simd.prefetch(pool, keys + d * block_size)
-            for j in range(0, LANES * head_dim, LANES):
+            for j in range(0, LANES * head_dim, line):
                 simd.prefetch(pool, values + j)
 
 
@@ -141,11 +161,8 @@ def soften(x: Any, softcap: Any) -> Any:
 
 
 @njit_inner
-def weigh_scores(scores: Any, at: int, begin: int, end: int, softcap: Any, record: Any, tail: int) -> None:
-    """Turn a row's scores of the tokens [begin, end) into weights, others in their vectors into 0.
-
-    Set the record's sums of weights and m, from record[tail] on.
-    """
+def find_greatest(scores: Any, at: int, begin: int, end: int, softcap: Any) -> Any:
+    """Return the greatest of a row's scores of the tokens [begin, end); make others in their vectors -inf."""
     lost = simd.splat(-np.inf)
     top = lost
     for j in range(begin // LANES * LANES, end, LANES):
@@ -156,14 +173,18 @@ def weigh_scores(scores: Any, at: int, begin: int, end: int, softcap: Any, recor
             s = simd.keep(s, begin - j, end - j, lost)
         simd.store(scores, at + j, s)
         top = simd.maximum(top, s)
-    m = simd.splat(simd.max_lanes(top))
+    return simd.splat(simd.max_lanes(top))
+
+
+@njit_inner
+def weigh_scores(scores: Any, at: int, begin: int, end: int, m: Any) -> Any:
+    """Turn a row's scores of the tokens [begin, end) into weights; return their sums by lanes."""
     total = simd.splat(0.0)
     for j in range(begin // LANES * LANES, end, LANES):
         weight = simd.exp(simd.load(scores, at + j) - m)
         simd.store(scores, at + j, weight)
         total += weight
-    simd.store(record, tail, total)
-    simd.store(record, tail + LANES, m)
+    return total
 
 
 @njit_inner
@@ -206,30 +227,34 @@ def attend_rows(
     seen, scores, last, size = room.seen, room.scores, first + few, record_size(head_dim)
     low, high, begin, end = SPLIT, 0, 0, SPLIT  # any row sees [low, high), all see [begin, end)
     for row in range(first, last):
-        low, high = min(low, seen[row, 0]), max(high, seen[row, 1])
-        begin, end = max(begin, seen[row, 0]), min(end, seen[row, 1])
+        low, high = min(low, seen[2 * row]), max(high, seen[2 * row + 1])
+        begin, end = max(begin, seen[2 * row]), min(end, seen[2 * row + 1])
     if low >= high:
         return
+    alone = 0 if (begin, end) == (low, high) else few  # rows that see more than all do
     if begin >= end:
         begin = end = SPLIT
     tile, tiles = low // LANES // VECTORS * VECTORS, (high + LANES - 1) // LANES
     keys = Keys(0, first * head_dim, head_dim, block_size, tile, tiles, now, ahead)
     score_keys(scores, room.q, pool, room.groups, keys, few)
     for row in range(first, last):
-        record = at + row * size
-        for j in range(record, record + size, LANES):
+        m = find_greatest(scores, (row - first) * SPLIT, seen[2 * row], seen[2 * row + 1], softcap)
+        simd.store(records, at + (row + 1) * size - LANES, m)
+    for row in range(first, last):  # all over again, for the latency of the above is long
+        record, tail = at + row * size, at + (row + 1) * size - 2 * LANES
+        m = simd.load(records, tail + LANES)
+        total = weigh_scores(scores, (row - first) * SPLIT, seen[2 * row], seen[2 * row + 1], m)
+        simd.store(records, tail, total)
+        for j in range(record, tail, LANES):
             simd.store(records, j, simd.splat(0.0))
-        if seen[row, 0] < seen[row, 1]:
-            tail = record + size - 2 * LANES
-            weigh_scores(scores, (row - first) * SPLIT, seen[row, 0], seen[row, 1], softcap, records, tail)
-    for step in range(2 * few + 1):  # each row alone up to begin, all to end, each alone from there
-        row, count, left, right = first + step % (few + 1), 1, begin, end
-        if step < few:
-            left, right = seen[row, 0], min(begin, seen[row, 1])
-        elif step > few:
-            left, right = max(end, seen[row, 0]), seen[row, 1]
-        else:
-            row, count = first, few
+    for step in range(2 * alone + 1):  # each row alone up to begin, all to end, each alone from there
+        row, count, left, right = first, few, begin, end
+        if step < alone:
+            row, count = first + step, 1
+            left, right = seen[2 * row], min(begin, seen[2 * row + 1])
+        elif step > alone:
+            row, count = first + step - alone - 1, 1
+            left, right = max(end, seen[2 * row]), seen[2 * row + 1]
         if left < right:
             sums, weights = at + row * size, (row - first) * SPLIT
             values = Values(sums, size, weights, head_dim, left, right, now + GROUPS, ahead + GROUPS)
@@ -242,7 +267,7 @@ def attend_rows(
 def add_records(source: Any, at: int, records: Any, to: int, rows: int, size: int, seen: Any) -> None:
     """Add the records from source[at] on, of one split, to those from records[to] on."""
     for row in range(rows):
-        if seen[row, 0] < seen[row, 1]:
+        if seen[2 * row] < seen[2 * row + 1]:
             a, b, end = at + row * size, to + row * size, size - LANES
             m, before = simd.load(source, a + end), simd.load(records, b + end)
             greater = simd.maximum(m, before)
@@ -254,109 +279,143 @@ def add_records(source: Any, at: int, records: Any, to: int, rows: int, size: in
 
 
 @njit_inner
-def begin_rows(
-    units: Any, unit: int, q: Any, scale: Any, sinks: Any, heads: Heads, room: Room, to: int
-) -> None:
-    """Set a unit's scaled queries, and its records from records[to] on to what sinks give."""
-    head_dim, size = heads.head_dim, record_size(heads.head_dim)
-    whole = head_dim // LANES * LANES
-    for row in range(units[unit, COUNT] * heads.group):
-        head = units[unit, KV_HEAD] * heads.group + row % heads.group
-        source = (
-            (units[unit, TOKEN] + row // heads.group) * q.strides[0] + head * q.strides[1]
-        ) // q.itemsize
-        target = row * head_dim
-        for d in range(0, whole, LANES):
-            simd.store(room.q, target + d, simd.load(q, source + d) * simd.splat(scale))
-        if whole < head_dim:
-            part = simd.load_part(q, source + whole, head_dim - whole) * simd.splat(scale)
-            simd.store_part(room.q, target + whole, head_dim - whole, part)
-        record = to + row * size
+def scale_rows(units: Any, unit: int, q: Any, scale: Any, heads: Heads, scaled: Any) -> None:
+    """Set `scaled` to a unit's queries times scale."""
+    head_dim, whole = heads.head_dim, heads.head_dim // LANES * LANES
+    token_stride, head_stride = q.strides[0] // q.itemsize, q.strides[1] // q.itemsize
+    first, row = units[unit, TOKEN] * token_stride + units[unit, KV_HEAD] * heads.group * head_stride, 0
+    for _ in range(units[unit, COUNT]):
+        for head in range(heads.group):
+            source, target = first + head * head_stride, row * head_dim
+            for d in range(0, whole, LANES):
+                simd.store(scaled, target + d, simd.load(q, source + d) * simd.splat(scale))
+            if whole < head_dim:
+                part = simd.load_part(q, source + whole, head_dim - whole) * simd.splat(scale)
+                simd.store_part(scaled, target + whole, head_dim - whole, part)
+            row += 1
+        first += token_stride
+
+
+@njit_inner
+def begin_records(records: Any, at: int, rows: int, size: int, sinks: Any, first: int, group: int) -> None:
+    """Set the records from records[at] on to what sinks give, those of the heads from `first` on."""
+    for row in range(rows):
+        record = at + row * size
         for j in range(record, record + size, LANES):
-            simd.store(room.records, j, simd.splat(0.0))
+            simd.store(records, j, simd.splat(0.0))
+        m = simd.splat(-np.inf)
         if sinks.shape[0] > 0:
-            room.records[record + size - 2 * LANES] = np.float32(1.0)
-            simd.store(room.records, record + size - LANES, simd.splat(sinks[head]))
-        else:
-            simd.store(room.records, record + size - LANES, simd.splat(-np.inf))
+            records[record + size - 2 * LANES] = np.float32(1.0)
+            m = simd.splat(sinks[first + row % group])
+        simd.store(records, record + size - LANES, m)
 
 
 @njit_inner
 def end_rows(units: Any, unit: int, heads: Heads, records: Any, at: int, out: Any) -> None:
     """Set a unit's part of out [num_tokens, num_heads, head_dim] to the sums over the weights' total."""
     head_dim, size = heads.head_dim, record_size(heads.head_dim)
-    whole = head_dim // LANES * LANES
-    for row in range(units[unit, COUNT] * heads.group):
-        head = units[unit, KV_HEAD] * heads.group + row % heads.group
-        token = units[unit, TOKEN] + row // heads.group
-        source, target = at + row * size, (token * out.shape[1] + head) * head_dim
-        total = simd.sum_lanes(simd.load(records, source + size - 2 * LANES))
-        scale = simd.splat(1.0) / simd.splat(total)
-        for d in range(0, whole, LANES):
-            simd.store(out, target + d, simd.load(records, source + d) * scale)
-        if whole < head_dim:
-            part = simd.load(records, source + whole) * scale
-            simd.store_part(out, target + whole, head_dim - whole, part)
+    whole, source = head_dim // LANES * LANES, at
+    target = (units[unit, TOKEN] * out.shape[1] + units[unit, KV_HEAD] * heads.group) * head_dim
+    for _ in range(units[unit, COUNT]):
+        for head in range(heads.group):
+            to = target + head * head_dim
+            total = simd.sum_lanes(simd.load(records, source + size - 2 * LANES))
+            scale = simd.splat(1.0) / simd.splat(total)
+            for d in range(0, whole, LANES):
+                simd.store(out, to + d, simd.load(records, source + d) * scale)
+            if whole < head_dim:
+                part = simd.load(records, source + whole) * scale
+                simd.store_part(out, to + whole, head_dim - whole, part)
+            source += size
+        target += out.shape[1] * head_dim
 
 
 @njit_inner
 def look(seen: Any, units: Any, unit: int, split: int, mask: Mask, group: int) -> None:
     """Set which tokens of the split each row of a unit sees."""
-    for row in range(units[unit, COUNT] * group):
-        begin, end = tokens_seen(units[unit, POSITION] + row // group, 1, mask)
-        seen[row, 0] = min(max(begin - split * SPLIT, 0), SPLIT)
-        seen[row, 1] = min(max(end - split * SPLIT, 0), SPLIT)
+    row = 0
+    for i in range(units[unit, COUNT]):
+        begin, end = tokens_seen(units[unit, POSITION] + i, 1, mask)
+        begin = min(max(begin - split * SPLIT, 0), SPLIT)
+        end = min(max(end - split * SPLIT, 0), SPLIT)
+        for _ in range(group):
+            seen[2 * row], seen[2 * row + 1] = begin, end
+            row += 1
+
+
+@njit_inner
+def room_size(most: int, head_dim: int) -> int:
+    """Return the floats in which a thread works on units of at most so many rows."""
+    return LINE // 4 + ROWS * SPLIT + most * (head_dim + 2 * record_size(head_dim))
+
+
+@njit_inner
+def divide_room(words: Any, floats: Any, most: int, head_dim: int) -> Room:
+    """Return the parts of a thread's memory; vectors of floats are whole lines of the cache."""
+    first = -floats.ctypes.data % LINE // 4
+    records = first + ROWS * SPLIT
+    q = records + 2 * most * record_size(head_dim)
+    return Room(
+        words[: 2 * PLACES], words[2 * PLACES :], floats[q:], floats[first:records], floats[records:q]
+    )
+
+
+@njit_inner
+def attend_split(step: Step, room: Room, rows: int, records: Any, at: int, now: int, ahead: int) -> None:
+    """Set the records of a unit's rows for one split, from records[at] on."""
+    heads, block_size, softcap = step.heads, step.cache.block_size, step.mask.softcap
+    row = np.int64(0)
+    while row < rows:
+        few, to_come = rows_together(row, rows, heads.group), ahead if row == 0 else now
+        attend_rows(step.pool, heads.head_dim, block_size, softcap, room, row, few, records, at, now, to_come)
+        row += few
+
+
+@njit_inner
+def attend_pieces(
+    plan: Plan, adding: bool, step: Step, words: Any, floats: Any, pieces: tuple[int, int]
+) -> None:
+    """Do what attend_units says, in the memory that it has."""
+    room = divide_room(words, floats, step.most, step.heads.head_dim)
+    if adding:
+        first, last = plan.first_sum + pieces[0], plan.first_sum + pieces[1]
+    else:
+        first, last = plan.cuts[pieces[0]], plan.cuts[pieces[1]]
+    units, heads, mask, sinks = plan.units, step.heads, step.mask, step.sinks
+    size, total, now = record_size(heads.head_dim), step.most * record_size(heads.head_dim), np.int64(0)
+    if first < last and not adding:
+        split = units[first, FIRST]
+        place_groups(room.groups, now, units, first, split, step.cache, heads, step.tables, mask)
+        ask_for_groups(step.pool, room.groups, now, heads.head_dim, step.cache.block_size)
+    for unit in range(first, last):
+        rows, slot = units[unit, COUNT] * heads.group, units[unit, SLOT]
+        first_split, end_split = units[unit, FIRST], units[unit, END]
+        is_sum = adding or (slot < 0 and (end_split - first_split > 1 or sinks.shape[0] > 0))
+        if is_sum:
+            head = units[unit, KV_HEAD] * heads.group
+            begin_records(room.records, total, rows, size, sinks, head, heads.group)
+        if not adding:
+            scale_rows(units, unit, step.q, mask.scale, heads, room.q)
+        records = step.partial if slot >= 0 else room.records
+        at = slot * size if slot >= 0 else 0 if is_sum else total  # one split's records are the unit's
+        for split in range(first_split, end_split):
+            look(room.seen, units, unit, split, mask, heads.group)
+            if not adding:
+                ahead = place_next(
+                    room.groups, now, units, unit, split, last, step.cache, heads, step.tables, mask
+                )
+                attend_split(step, room, rows, records, at, now, ahead)
+                now = ahead
+            if is_sum:
+                add_records(records, at, room.records, total, rows, size, room.seen)
+            at += rows * size if slot >= 0 else 0
+        if adding or slot < 0:
+            end_rows(units, unit, heads, room.records, total, step.out)
 
 
 @njit
-def attend_units(
-    units: Any,  # int64[num_units, NUM_COLUMNS]
-    cuts: Any,  # int64[num_pieces + 1]
-    adding: bool,  # records lie in `partial`, and are only added
-    q: Any,  # float32[num_tokens, num_heads, head_dim], a head's in a row
-    pool: Any,  # T[num_blocks * block_stride]
-    cache: Cache,
-    heads: Heads,
-    tables: Any,  # int32[num_seqs, table_width]
-    mask: Mask,
-    sinks: Any,  # float32[num_heads], or [0] for none
-    most: int,  # rows of a unit
-    partial: Any,  # float32[slots, record_size]
-    out: Any,  # T[num_tokens, num_heads, head_dim]
-    pieces: tuple[int, int],
-) -> None:
-    """Do the units of the pieces [first, last), or add the records of their splits."""
-    size, total = record_size(heads.head_dim), most * record_size(heads.head_dim)
-    room = Room(
-        np.empty(2 * PLACES, np.int64),
-        np.empty((most, 2), np.int64),
-        np.empty(most * heads.head_dim, np.float32),
-        np.empty(ROWS * SPLIT, np.float32),
-        np.empty(2 * total, np.float32),
-    )
-    now = np.int64(0)
-    first, last = cuts[pieces[0]], cuts[pieces[1]]
-    if first < last and not adding:
-        place_groups(room.groups, now, units, first, units[first, FIRST], cache, heads, tables, mask)
-        ask_for_groups(pool, room.groups, now, heads.head_dim, cache.block_size)
-    for unit in range(first, last):
-        rows, slot = units[unit, COUNT] * heads.group, units[unit, SLOT]
-        begin_rows(units, unit, q, mask.scale, sinks, heads, room, total)
-        for split in range(units[unit, FIRST], units[unit, END]):
-            look(room.seen, units, unit, split, mask, heads.group)
-            records = partial if slot >= 0 else room.records
-            at = (slot + (split - units[unit, FIRST]) * rows) * size if slot >= 0 else 0
-            if not adding:
-                ahead = place_next(room.groups, now, units, unit, split, last, cache, heads, tables, mask)
-                row, block_size, softcap = np.int64(0), cache.block_size, mask.softcap
-                while row < rows:
-                    few, to_come = rows_together(row, rows, heads.group), ahead if row == 0 else now
-                    attend_rows(
-                        pool, heads.head_dim, block_size, softcap, room, row, few, records, at, now, to_come
-                    )
-                    row += few
-                now = ahead
-            if adding or slot < 0:
-                add_records(records, at, room.records, total, rows, size, room.seen)
-        if adding or slot < 0:
-            end_rows(units, unit, heads, room.records, total, out)
+def attend_units(plan: Plan, adding: bool, step: Step, pieces: tuple[int, int]) -> None:
+    """Do the units of the pieces [first, last); `adding`: add up the records of these sums' splits."""
+    words = np.empty(2 * PLACES + 2 * step.most, np.int64)
+    floats = np.empty(room_size(step.most, step.heads.head_dim), np.float32)
+    attend_pieces(plan, adding, step, words, floats, pieces)

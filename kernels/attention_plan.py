@@ -46,10 +46,10 @@ class Heads(NamedTuple):
 class Plan(NamedTuple):
     """The units of a step, and whose splits' records are added up afterwards."""
 
-    units: Any  # int64[num_units, NUM_COLUMNS], and so sums
+    units: Any  # int64[num_units + num_sums or more, NUM_COLUMNS]
     cuts: Any  # int64[num_pieces + 1]; a piece has the units [cuts[i], cuts[i + 1])
-    sums: Any
-    sum_cuts: Any  # int64[num_sums + 1], each one a piece
+    first_sum: int  # in `units`
+    num_sums: int
     slots: int  # records
 
 
@@ -66,27 +66,37 @@ def tokens_seen(position: int, count: int, mask: Mask) -> Any:
     return begin, position + count
 
 
+class Queries(NamedTuple):
+    """Consecutive queries of a sequence, the same for each of its KV heads."""
+
+    seq: int
+    token: int
+    position: int
+    number: int
+    first: int  # split
+    end: int
+    cost: int
+
+
 @njit_inner
-def describe_unit(
-    unit: Any, query_start: Any, seq_lens: Any, seq: int, token: int, mask: Mask, heads: Heads
-) -> None:
-    """Set the columns of the queries from `token` on, all but head and slot."""
-    count = min(queries_of_unit(heads.group), query_start[seq + 1] - token)
-    position = np.int64(seq_lens[seq]) - (query_start[seq + 1] - token)
+def take_queries(query_start: Any, seq_lens: Any, seq: int, token: int, mask: Mask, heads: Heads) -> Queries:
+    """Return a unit's queries, from `token` on."""
+    stop = np.int64(query_start[seq + 1])
+    count = min(queries_of_unit(heads.group), stop - token)
+    position = np.int64(seq_lens[seq]) - (stop - token)
     begin, end = tokens_seen(position, count, mask)
-    unit[SEQ], unit[TOKEN], unit[POSITION], unit[COUNT] = seq, token, position, count
-    unit[FIRST], unit[END] = begin // SPLIT, (end + SPLIT - 1) // SPLIT
     # Bytes of a cache of bfloat16, and a row's arithmetic as those that could be read meanwhile.
-    unit[COST] = (end - begin + OVERHEAD) * heads.head_dim * (8 + count * heads.group) // 2
+    cost = (end - begin + OVERHEAD) * heads.head_dim * (8 + count * heads.group) // 2
+    return Queries(seq, token, position, count, begin // SPLIT, (end + SPLIT - 1) // SPLIT, cost)
 
 
 @njit_inner
-def append_unit(units: Any, place: int, unit: Any, splits: Any, slot: int) -> None:
-    """Set units[place] to the unit, its splits and its slot."""
-    for column in range(NUM_COLUMNS):
-        units[place, column] = unit[column]
-    units[place, FIRST], units[place, END] = splits
-    units[place, SLOT] = slot
+def set_unit(unit: Any, queries: Queries, kv_head: int, splits: Any, slot: int, cost: int) -> None:
+    """Set the columns of a unit."""
+    unit[SEQ], unit[TOKEN], unit[POSITION] = queries.seq, queries.token, queries.position
+    unit[COUNT], unit[KV_HEAD] = queries.number, kv_head
+    unit[FIRST], unit[END] = splits
+    unit[SLOT], unit[COST] = slot, cost
 
 
 @njit_inner
@@ -109,42 +119,38 @@ def cut_evenly(cuts: Any, units: Any, num_units: int) -> None:
 def plan_units(query_start: Any, seq_lens: Any, mask: Mask, heads: Heads) -> Any:
     """Return the step's plan."""
     step = queries_of_unit(heads.group)
-    unit = np.empty(NUM_COLUMNS, np.int64)
     num_units = total = most_splits = np.int64(0)
     for seq in range(seq_lens.shape[0]):
         for token in range(query_start[seq], query_start[seq + 1], step):
-            describe_unit(unit, query_start, seq_lens, seq, token, mask, heads)
+            queries = take_queries(query_start, seq_lens, seq, token, mask, heads)
             num_units += heads.num_kv_heads
-            total += heads.num_kv_heads * unit[COST]
-            most_splits = max(most_splits, unit[END] - unit[FIRST])
+            total += heads.num_kv_heads * queries.cost
+            most_splits = max(most_splits, queries.end - queries.first)
     pieces = num_chunks(total, GRAIN)
     # Those that are divided cost more than a piece, so there are fewer of them than pieces.
-    units = np.empty((num_units + pieces * most_splits, NUM_COLUMNS), np.int64)
-    sums = np.empty((pieces, NUM_COLUMNS), np.int64)
+    first_sum = num_units + pieces * most_splits
+    units = np.empty((first_sum + pieces, NUM_COLUMNS), np.int64)
     num_units = num_sums = slots = np.int64(0)
     for seq in range(seq_lens.shape[0]):
         for token in range(query_start[seq], query_start[seq + 1], step):
-            describe_unit(unit, query_start, seq_lens, seq, token, mask, heads)
-            first, end = unit[FIRST], unit[END]
-            rows, num_splits = unit[COUNT] * heads.group, end - first
-            divided = unit[COST] * pieces > total and num_splits > 1
+            queries = take_queries(query_start, seq_lens, seq, token, mask, heads)
+            first, end, cost = queries.first, queries.end, queries.cost
+            rows, num_splits = queries.number * heads.group, end - first
+            divided = cost * pieces > total and num_splits > 1
             divided &= slots + heads.num_kv_heads * rows * num_splits <= MOST_SLOTS
-            unit[COST] //= num_splits if divided else 1
             for kv_head in range(heads.num_kv_heads):
-                unit[KV_HEAD] = kv_head
                 if not divided:
-                    append_unit(units, num_units, unit, (first, end), np.int64(-1))
+                    set_unit(units[num_units], queries, kv_head, (first, end), -1, cost)
                     num_units += 1
                     continue
-                append_unit(sums, num_sums, unit, (first, end), slots)
+                set_unit(units[first_sum + num_sums], queries, kv_head, (first, end), slots, cost)
                 num_sums += 1
                 for split in range(first, end):
-                    append_unit(units, num_units, unit, (split, split + 1), slots)
+                    set_unit(
+                        units[num_units], queries, kv_head, (split, split + 1), slots, cost // num_splits
+                    )
                     num_units += 1
                     slots += rows
     cuts = np.empty(min(pieces, num_units) + 1, np.int64)
     cut_evenly(cuts, units, num_units)
-    sum_cuts = np.empty(num_sums + 1, np.int64)
-    for i in range(num_sums + 1):
-        sum_cuts[i] = i
-    return Plan(units, cuts, sums, sum_cuts, slots)
+    return Plan(units, cuts, first_sum, num_sums, slots)

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from cupaged.jit import njit
-from cupaged.kernels.attend import Cache, attend_units, record_size
+from cupaged.kernels.attend import Cache, Step, attend_units, record_size
 from cupaged.kernels.attention_plan import Heads, Mask, plan_units, queries_of_unit
 from cupaged.kernels.launch import Array, Device
 from cupaged.kernels.paged_decode import MAX_GROUP, Decodes, paged_decode_cuda
@@ -43,13 +43,12 @@ def paged_attention_cpu(
     plan = plan_units(query_start, seq_lens, mask, heads)
     most = min(queries_of_unit(heads.group), q.shape[0]) * heads.group
     partial = np.empty(plan.slots * record_size(head_dim), np.float32)
-    flat = pool.reshape(-1)
+    step = Step(
+        q, pool.reshape(-1), cache, heads, block_tables, mask, sinks, most=most, partial=partial, out=out
+    )
     for adding in range(1 if plan.slots == 0 else 2):
-        units = plan.sums if adding else plan.units
-        cuts = plan.sum_cuts if adding else plan.cuts
-        arrays = (q, flat, cache, heads, block_tables, mask, sinks, most, partial, out)
-        pieces = cuts.shape[0] - 1
-        parallel_for(attend_units, pieces, pieces, (units, cuts, adding > 0, *arrays))
+        pieces = plan.num_sums if adding else plan.cuts.shape[0] - 1
+        parallel_for(attend_units, pieces, pieces, (plan, adding > 0, step))
 
 
 def paged_attention_cuda(

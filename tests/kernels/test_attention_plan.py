@@ -78,7 +78,7 @@ def test_every_slot_is_written_once_and_added_once(chunks: Chunks) -> None:
     slots = [slot for unit in written for slot in range(unit[SLOT], unit[SLOT] + unit[COUNT] * 3)]
     assert slots == list(range(made.slots))
     added = []
-    for unit in made.sums[: made.sum_cuts[-1]]:
+    for unit in made.units[made.first_sum : made.first_sum + made.num_sums]:
         num_splits = unit[END] - unit[FIRST]
         places = unit[SLOT] + np.arange(num_splits) * unit[COUNT] * 3
         parts = written[np.isin(written[:, SLOT], places)]
