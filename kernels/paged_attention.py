@@ -1,6 +1,7 @@
 """Attention over the paged KV cache: the twin of both kernels, decode and prefill, and the launch of both.
 
-How work is cut is attention_plan.py's to say; what is done with it, attend.py's; tile.py has the inner loops.
+How work is cut is attention_plan.py's to say; what is done with it, attend.py's. groups.py knows the paged
+cache; tile.py has the inner loops.
 """
 
 from collections.abc import Sequence
@@ -9,8 +10,9 @@ from typing import Any
 import numpy as np
 
 from cupaged.jit import njit
-from cupaged.kernels.attend import Cache, Step, attend_units, record_size
+from cupaged.kernels.attend import Step, attend_units, record_size
 from cupaged.kernels.attention_plan import Heads, Mask, plan_units, queries_of_unit
+from cupaged.kernels.groups import Cache
 from cupaged.kernels.launch import Array, Device
 from cupaged.kernels.paged_decode import MAX_GROUP, Decodes, paged_decode_cuda
 from cupaged.kernels.paged_prefill import paged_prefill_cuda
