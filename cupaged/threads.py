@@ -23,9 +23,7 @@ from typing import Any
 import numba as _numba
 from numba.extending import overload
 
-from cupaged.jit import njit, specialize
-from cupaged.recording import AHEAD, AHEAD_END, ARGUMENTS, ENTRY, ROW_BYTES, Call, Recording
-from cupaged.words import (
+from cupaged.atomics import (
     PAIR,
     add,
     claim,
@@ -39,6 +37,8 @@ from cupaged.words import (
     words,
     yield_core,
 )
+from cupaged.jit import njit, specialize
+from cupaged.recording import AHEAD, AHEAD_END, ARGUMENTS, ENTRY, ROW_BYTES, Call, Recording
 
 numba: Any = _numba  # untyped
 

@@ -25,7 +25,7 @@ GROUND = tuple(
     f"cupaged.{name}" for name in ("config", "sampling_params", "sequence", "batch", "outputs", "paths")
 )
 # Ground, but importing it loads Numba.
-NUMBA = ("cupaged.jit", "cupaged.recording", "cupaged.words", "cupaged.threads", "cupaged.compile_ahead")
+NUMBA = ("cupaged.jit", "cupaged.recording", "cupaged.atomics", "cupaged.threads", "cupaged.compile_ahead")
 
 # A module belongs to the longest name that fits it.
 FLOORS = {

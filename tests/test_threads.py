@@ -5,6 +5,7 @@ import subprocess
 import sys
 import textwrap
 import threading
+import time
 import weakref
 from pathlib import Path
 from typing import Any
@@ -15,11 +16,11 @@ from numba.core import types
 from numpy.typing import NDArray
 
 from cupaged import threads
+from cupaged.atomics import store, yield_core
 from cupaged.jit import njit, njit_inner, specialize
 from cupaged.kernels.parallel import parallel_for
 from cupaged.recording import MOST_AHEAD, Recording
 from cupaged.threads import ParallelRunner, available_cpus, claim_ahead, nth_piece, num_team_threads
-from cupaged.words import yield_core
 
 ROOT = Path(__file__).parent.parent
 
@@ -220,21 +221,53 @@ def test_no_more_threads_share_a_kernel_than_its_runner_has(monkeypatch: pytest.
     assert len(found) <= 2
 
 
+@njit
+def tell(player: Any) -> None:
+    player[0] = this_thread()
+
+
 @pytest.mark.skipif(sys.platform == "win32", reason="threads are not told by pthread_self there")
-def test_no_more_threads_share_a_recording_than_its_runner_has(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_recording_is_played_by_a_thread_of_its_runners_share(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(threads, "available_cpus", lambda: 4)
-    specialize(note, "void(i8[::1])")
-    many, few, owners = ParallelRunner(4), ParallelRunner(2), counts(64)
-    noted = recording(*[(note, (owners[i : i + 8],)) for i in range(0, 64, 8)])
-    found: set[int] = set()
+    specialize(tell, "void(i8[::1])")
+    many, few, found = ParallelRunner(4), ParallelRunner(2), set()
 
     for _ in range(20):
-        many.run([(note, (owners,))])  # so all are awake
-        few.play(noted)
-        few.wait()
-        found.update(owners.tolist())
+        many.run([(note, (counts(8),))])  # so all are awake
+        player = counts(1)
+        few.play(recording((tell, (player,))))
+        end = time.monotonic() + 60
+        while player[0] == 0 and time.monotonic() < end:
+            time.sleep(0)
+        found.add(player[0])
 
-    assert len(found) <= 2
+    assert len(found) == 1  # all but this thread
+    assert not found & {0, threading.get_ident()}
+
+
+@njit_inner
+def disturb_range(done: Any, bounds: Any) -> None:
+    for i in range(*bounds):
+        done[i] += 1
+        store(threads.LIMIT, 3)
+        yield_core()
+
+
+@njit
+def disturb(done: Any) -> None:
+    parallel_for(disturb_range, done.shape[0], done.shape[0], (done,))
+
+
+def test_a_job_keeps_its_number_of_threads_while_others_change_theirs(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(threads, "available_cpus", lambda: 2)
+    done, runner = counts(65), ParallelRunner(2)
+
+    for _ in range(20):
+        runner.run([(disturb, (done,))])
+
+    assert (done == 20).all()
 
 
 def test_threads_sleep_when_nothing_has_run_for_a_while() -> None:
@@ -462,7 +495,7 @@ def test_threads_fetch_what_is_read_next_and_then_sleep() -> None:
     from cupaged import threads
     from cupaged.jit import specialize
     from cupaged.recording import MOST_AHEAD, Recording
-    from cupaged.words import words
+    from cupaged.atomics import words
     from tests.test_threads import COUNT_SIGNATURE, count, counts
     threads.available_cpus = lambda: 3
     specialize(count, COUNT_SIGNATURE)

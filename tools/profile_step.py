@@ -23,10 +23,10 @@ from time import perf_counter
 from typing import Any, NamedTuple
 from unittest.mock import patch
 
+from cupaged.atomics import words
 from cupaged.engine.llm_engine import LLMEngine
 from cupaged.recording import ROW_BYTES, Call, Recording
 from cupaged.threads import PLAYED, QUEUED, ParallelRunner, play_table
-from cupaged.words import words
 from tools.cpu_steps import (
     add_arguments,
     batches_of,

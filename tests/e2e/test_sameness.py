@@ -16,11 +16,11 @@ import numpy as np
 import pytest
 
 from cupaged import LLM, SamplingParams, threads
+from cupaged.atomics import words
 from cupaged.config import EngineConfig
 from cupaged.engine.llm_engine import LLMEngine
 from cupaged.outputs import CompletionOutput, Logprobs, RequestOutput
 from cupaged.sampling_params import RequestOutputKind
-from cupaged.words import words
 from cupaged.worker.executor import UniprocExecutor
 from tests.backend.late import LateBackend
 
