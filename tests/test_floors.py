@@ -25,7 +25,14 @@ GROUND = tuple(
     f"cupaged.{name}" for name in ("config", "sampling_params", "sequence", "batch", "outputs", "paths")
 )
 # Ground, but importing it loads Numba.
-NUMBA = ("cupaged.jit", "cupaged.recording", "cupaged.atomics", "cupaged.threads", "cupaged.compile_ahead")
+NUMBA = (
+    "cupaged.jit",
+    "cupaged.words",
+    "cupaged.recording",
+    "cupaged.atomics",
+    "cupaged.threads",
+    "cupaged.compile_ahead",
+)
 
 # A module belongs to the longest name that fits it.
 FLOORS = {
@@ -69,7 +76,7 @@ FLOORS = {
     "2 seam": Floor(
         ("cupaged.backend.base",), (*GROUND, "cupaged.backend.cpu", "cupaged.backend.cuda"), ("numpy",)
     ),
-    "2 scheduler": Floor(("cupaged.scheduler",), (*GROUND, "cupaged.jit"), ("numpy",)),
+    "2 scheduler": Floor(("cupaged.scheduler",), (*GROUND, "cupaged.jit", "cupaged.words"), ("numpy",)),
     "1 kernels": Floor(("cupaged.kernels",), NUMBA, ("numpy", "numba", "llvmlite", "ml_dtypes")),
     # What meets a GPU imports nothing that is slow to import, so that a compiler needs no Numba.
     "1 kernels, launch": Floor(("cupaged.kernels.launch",)),

@@ -52,11 +52,7 @@ class BlockManager:
         self._num_listed = self.blocks.num["free"], self.blocks.num["evictable"]  # views, read in every step
         self.host_blocks = create_host_blocks(config.num_host_blocks, block_size, table_shape=table_shape)
         self.moves = create_moves(config.max_num_seqs, config.num_host_blocks)
-
-    @property
-    def pools(self) -> Pools:
-        """Return what the plan works on."""
-        return Pools(self.blocks, self.host_blocks, self.moves)
+        self.pools = Pools(self.blocks, self.host_blocks, self.moves)
 
     @property
     def num_free(self) -> int:

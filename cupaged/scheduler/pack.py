@@ -6,15 +6,19 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cupaged.batch import BatchArrays, Bucket, Count, Flag, buffer_size, view
-from cupaged.jit import njit, njit_inner
+from cupaged.jit import njit_inner
 from cupaged.scheduler.allocator import Blocks
+from cupaged.scheduler.counters import Counter
 from cupaged.scheduler.pools import COPY, SWAP_IN, SWAP_OUT, Moves
 from cupaged.scheduler.state import Rows, SamplingRows
+from cupaged.words import Words, to_words
 
 SAMPLES = int(Flag.SAMPLES)
 INPUT_FROM_LAST_TOKEN = int(Flag.INPUT_FROM_LAST_TOKEN)
 RESET = int(Flag.RESET)
 SCALED_LOGPROBS = int(Flag.SCALED_LOGPROBS)
+SWAPPED_OUT_BLOCKS = int(Counter.SWAPPED_OUT_BLOCKS)
+SWAPPED_IN_BLOCKS = int(Counter.SWAPPED_IN_BLOCKS)
 NUM_TOKENS = int(Count.NUM_TOKENS)
 NUM_SEQS = int(Count.NUM_SEQS)
 NUM_DECODES = int(Count.NUM_DECODES)
@@ -27,28 +31,46 @@ NUM_BANNED = int(Count.NUM_BANNED)
 NUM_HISTORY = int(Count.NUM_HISTORY)
 
 
+class Packed(NamedTuple):
+    """Where a step is written."""
+
+    arrays: BatchArrays
+    serials: NDArray[np.int64]  # [num_seqs or more]
+
+
+class Views(NamedTuple):
+    """A buffer's views for a bucket."""
+
+    arrays: BatchArrays
+    packed: Words  # of Packed
+
+
 class BatchBuffer:
     """One flat host buffer and its views by bucket; memory is touched only as far as a step needs it."""
 
     def __init__(self, largest: Bucket) -> None:
         """Make room for the largest bucket; the tail uses what smaller ones leave, or grows the buffer."""
         self.words = np.zeros(buffer_size(largest, 0), np.int32)
-        self._views: dict[Bucket, BatchArrays] = {}
+        self._views: dict[Bucket, Views] = {}
         self.serials = np.zeros(largest.num_seqs, np.int64)
 
-    def views(self, bucket: Bucket, num_tail: int) -> BatchArrays:
+    def views(self, bucket: Bucket, num_tail: int) -> Views:
         """Return the buffer's views for `bucket` with at least `num_tail` words of tail."""
-        arrays = self._views.get(bucket)
-        if arrays is None:
-            arrays = self._views[bucket] = view(self.words, bucket)
-        if num_tail > arrays.tail.size:
+        views = self._views.get(bucket)
+        if views is None:
+            views = self._views[bucket] = self._cut(bucket)
+        if num_tail > views.arrays.tail.size:
             self.words = np.zeros(buffer_size(bucket, 2 * num_tail), np.int32)
-            arrays = view(self.words, bucket)
-            self._views = {bucket: arrays}
-        return arrays
+            views = self._cut(bucket)
+            self._views = {bucket: views}
+        return views
+
+    def _cut(self, bucket: Bucket) -> Views:
+        arrays = view(self.words, bucket)
+        return Views(arrays, to_words(Packed(arrays, self.serials)))
 
 
-@njit
+@njit_inner
 def measure(rows: Rows, sampling: SamplingRows, blocks: Blocks, moves: Moves) -> tuple[int, int, int, int]:
     """Return the planned step's tokens, sequences, widest block table and enough words of tail."""
     tokens = seqs = width = 0
@@ -181,9 +203,11 @@ def pack_tables(blocks: Blocks, out: BatchArrays, order: NDArray[np.int32]) -> N
 
 
 @njit_inner
-def pack_moves(moves: Moves, out: BatchArrays) -> int:
-    """Write the pairs of blocks, all moves being done then; return the words of tail that they take."""
+def pack_moves(blocks: Blocks, moves: Moves, out: BatchArrays) -> int:
+    """Write and count the pairs of blocks, all moves being done then; return the words of tail they take."""
     num, tail = moves.num, out.tail
+    blocks.counters[SWAPPED_OUT_BLOCKS] += num[SWAP_OUT]
+    blocks.counters[SWAPPED_IN_BLOCKS] += num[SWAP_IN]
     for i in range(num[COPY]):
         out.copy[i, 0], out.copy[i, 1] = moves.copy[i, 0], moves.copy[i, 1]
     end = 0
@@ -247,14 +271,7 @@ def pad(out: BatchArrays, num_tokens: int, num_seqs: int, num_logits: int) -> No
     out.logit_target[num_logits:] = 0
 
 
-class Packed(NamedTuple):
-    """Where a step is written."""
-
-    arrays: BatchArrays
-    serials: NDArray[np.int64]  # [num_seqs or more]
-
-
-@njit
+@njit_inner
 def pack_batch(rows: Rows, sampling: SamplingRows, blocks: Blocks, moves: Moves, packed: Packed) -> None:
     """Write the planned step and the serials of its rows; moves are done then, the rows stay as they are."""
     out = packed.arrays
@@ -266,5 +283,5 @@ def pack_batch(rows: Rows, sampling: SamplingRows, blocks: Blocks, moves: Moves,
     pack_tokens(rows, blocks, out, order)
     pack_logits(rows, sampling, out, order)
     pack_tables(blocks, out, order)
-    pack_tail(rows, sampling, out, pack_moves(moves, out))
+    pack_tail(rows, sampling, out, pack_moves(blocks, moves, out))
     pad(out, out.counts[NUM_TOKENS], num_seqs, out.counts[NUM_LOGITS])

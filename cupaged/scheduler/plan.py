@@ -266,27 +266,26 @@ def grow_groups(
     return num_preempted
 
 
-@njit
+@njit_inner
 def plan_running(
     rows: Rows,
     pools: Pools,
     turns: NDArray[np.int64],
     limits: tuple[int, Head, Costs, bool],
     swapped: NDArray[np.bool_],
-) -> tuple[int, int]:
-    """Set num_new of the running rows and give them blocks; return (tokens planned, groups preempted).
+) -> int:
+    """Set num_new of the running rows and give them blocks; return how many groups were preempted for it.
 
-    limits = (budget, head, costs, whether a step is in flight). `turns` orders [0, num_running], the head
-    last in number, by last turn; it is needed where num_running >= budget. swapped [num_rows] is as
-    grow_groups has it.
+    limits = (budget, head, costs, whether a step is in flight). The first of `turns` [num_rows + 1] order
+    [0, num_running], the head last in number, by last turn; that is needed where num_running >= budget.
+    swapped [num_rows] is as grow_groups has it.
     """
     budget, head, costs, is_in_flight = limits
     total, num_decodes = find_remaining(rows, rows.running[: rows.num_running[0]])
     others = head.num_tokens > 0 or total > num_decodes
     # Decodes that use up the budget would starve everybody else, or one another.
     if num_decodes > budget or (num_decodes == budget and others):
-        take_turns(rows, turns, budget, head.num_tokens)
+        take_turns(rows, turns[: rows.num_running[0] + 1], budget, head.num_tokens)
     elif total > num_decodes:
         share_budget(rows, budget, num_decodes, head)
-    num_preempted = grow_groups(rows, pools, costs, is_in_flight, swapped)
-    return num_planned(rows, rows.num_running[0]), num_preempted
+    return int(grow_groups(rows, pools, costs, is_in_flight, swapped))

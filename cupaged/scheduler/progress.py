@@ -1,7 +1,5 @@
 """What a submitted step and one that has come back change: njit over Rows and Blocks."""
 
-from typing import NamedTuple
-
 import numpy as np
 from numpy.typing import NDArray
 
@@ -17,6 +15,7 @@ from cupaged.scheduler.allocator import (
     share_table,
 )
 from cupaged.scheduler.counters import Counter
+from cupaged.scheduler.pack import Packed
 from cupaged.scheduler.pools import Pools
 from cupaged.scheduler.prefix_cache import chain_hash, register_block
 from cupaged.scheduler.state import NEVER, NO_SERIAL, Rows
@@ -57,7 +56,7 @@ def fork(rows: Rows, blocks: Blocks, source: int, target: int) -> None:
     blocks.counters[FORKS] += 1
 
 
-@njit
+@njit_inner
 def advance(rows: Rows, blocks: Blocks, step: int) -> None:
     """Count the planned step as submitted: tokens computed, samples in flight; fork who waits for it."""
     running, num_running = rows.running, rows.num_running[0]
@@ -134,37 +133,29 @@ def is_stop(stop_token_ids: NDArray[np.int32], row: int, token_id: int) -> bool:
     return False
 
 
-class StepRows(NamedTuple):
-    """A step that has come back: of the batch (rows, serials, flags, seq_lens) and of StepOutput."""
-
-    rows: NDArray[np.int32]  # [num_seqs]
-    serials: NDArray[np.int64]  # [num_seqs]
-    flags: NDArray[np.int32]  # [num_seqs]
-    seq_lens: NDArray[np.int32]  # [num_seqs]
-    token_ids: NDArray[np.int32]  # [num_seqs, k]
-    num_tokens: NDArray[np.int32]  # [num_seqs]
-
-
-@njit
+@njit_inner
 def apply_output(
     rows: Rows,
     pools: Pools,
-    step: StepRows,
+    step: Packed,
+    output: tuple[NDArray[np.int32], NDArray[np.int32]],
     sliding_window: int,  # tokens, 0 = all
-    outcome: tuple[NDArray[np.int32], NDArray[np.int8]],
+    outcome: NDArray[np.int32],
 ) -> bool:
-    """Append what the step sampled and release the rows that end; outcome = (num_appended, reasons).
+    """Append what the step sampled, output = (token_ids, num_tokens), and release the rows that end.
 
-    num_appended becomes -1 where the row has meanwhile been given up: its result is nobody's. Return whether
-    any was, or any ended.
+    outcome [2, num_seqs] becomes num_appended and reasons. num_appended is -1 where the row has meanwhile
+    been given up: its result is nobody's. Return whether any was, or any ended.
     """
-    num_appended, reasons = outcome
+    num_appended, reasons = outcome[0], outcome[1]
     blocks, size = pools.device, pools.device.block_size
     tokens, stop_token_ids = rows.tokens, rows.stop_token_ids
-    step_rows, serials, flags, seq_lens, sampled, num_sampled = step
+    packed, serials = step
+    step_rows, flags, seq_lens = packed.rows, packed.flags, packed.seq_lens
+    sampled, num_sampled = output
     caches = blocks.cache.slots.size > 0
     ended = lost = False
-    for i in range(step_rows.size):
+    for i in range(outcome.shape[1]):
         row, written = step_rows[i], seq_lens[i]
         num_appended[i], reasons[i] = 0, NOT_FINISHED
         at = rows.at[row]

@@ -15,21 +15,18 @@ from numpy.typing import NDArray
 from cupaged.batch import Batch, StepOutput, bucket_for
 from cupaged.scheduler.admission import Admission
 from cupaged.scheduler.block_manager import BlockManager
-from cupaged.scheduler.counters import Counter, create_counters
+from cupaged.scheduler.counters import create_counters
 from cupaged.scheduler.group_queue import GroupQueue
 from cupaged.scheduler.invariants import check_groups, check_rows
-from cupaged.scheduler.pack import BatchBuffer, Packed, measure, pack_batch
-from cupaged.scheduler.plan import Head, plan_running
-from cupaged.scheduler.pools import SWAP_IN, SWAP_OUT
+from cupaged.scheduler.pack import BatchBuffer
 from cupaged.scheduler.preemption import Preemption
-from cupaged.scheduler.progress import StepRows, advance, apply_output, release_rows, reorder_beams
+from cupaged.scheduler.progress import release_rows, reorder_beams
 from cupaged.scheduler.row_table import RowTable
 from cupaged.scheduler.scheduler_config import SchedulerConfig
 from cupaged.scheduler.state import NEVER, NO_SERIAL
+from cupaged.scheduler.step import create_state, measure_step, pack_step, plan_step, take_back_step
 from cupaged.sequence import NOT_FINISHED, FinishReason, Sequence, SequenceGroup, SequenceStatus
-
-_NO_TURNS = np.empty(0, np.int64)
-_NO_HEAD = Head(0, 0)
+from cupaged.words import Words, to_words
 
 
 class Update(NamedTuple):
@@ -37,7 +34,7 @@ class Update(NamedTuple):
 
     sequences: list[Sequence | None]  # None: its row was given up meanwhile, the result is discarded
     num_tokens: NDArray[np.int32]  # how many of output.token_ids[i] were appended; 0 for a beam
-    finish_reasons: NDArray[np.int8]  # FinishReason or NOT_FINISHED
+    finish_reasons: NDArray[np.int32]  # FinishReason or NOT_FINISHED
 
 
 class Scheduler:
@@ -70,11 +67,19 @@ class Scheduler:
         self._num_arrived = 0
         self._step = 0
         self._last_admission = 0
-        self._in_flight: deque[Batch] = deque()
+        self._in_flight: deque[tuple[Batch, Words]] = deque()
         table_width = self.block_manager.blocks_for(config.max_model_len)
-        self._swapped = np.empty(config.max_num_seqs, np.bool_)
         largest = bucket_for(self._budget, min(config.max_num_seqs, self._budget), table_width)
         self._buffers = deque(BatchBuffer(largest) for _ in range(config.num_batches))
+        self._state = create_state(
+            self._table.rows,
+            self._table.sampling,
+            self.block_manager.pools,
+            budget=self._budget,
+            sliding_window=config.sliding_window,
+            costs=self._preemption.costs,
+        )
+        self._words = to_words(self._state)
 
     @property
     def num_waiting(self) -> int:
@@ -198,27 +203,23 @@ class Scheduler:
         self._preemption.preempted.clear()
         self._make_way()
         # 1 running: decodes, then prefill chunks; who finds no block preempts the last group.
-        planned = self._plan_running()
+        planned, *size = self._plan_running()
         # 2 swapped and 3 waiting: one queue by priority and arrival, so the swapped return before new ones.
-        planned += self._admit(self._budget - planned)
+        if self._admit(self._budget - planned):
+            planned, *size = measure_step(self._words)
         # 4 pack.
         if planned:
-            return self._pack()
+            return self._pack(planned, *size)
         self._preemption.cancel_swaps()
         return None
 
     def update(self, batch: Batch, output: StepOutput) -> Update:
         """Take the oldest batch in flight back: append its tokens, end and free sequences."""
-        oldest = self._in_flight.popleft()
+        oldest, packed = self._in_flight.popleft()
         assert oldest is batch, "batches come back in the order they went"
-        num_appended = np.empty(batch.num_seqs, np.int32)
-        reasons = np.empty(batch.num_seqs, np.int8)
-        sequences: list[Sequence | None] = self._table.by_row[batch.rows].tolist()
-        step = StepRows(
-            batch.rows, batch.serials, batch.flags, batch.seq_lens, output.token_ids, output.num_tokens
-        )
-        rows, pools, window = self._table.rows, self.block_manager.pools, self.config.sliding_window
-        if not apply_output(rows, pools, step, window, (num_appended, reasons)):
+        sequences: list[Sequence | None] = self._table.by_row.take(batch.rows).tolist()
+        num_appended, reasons = outcome = np.empty((2, batch.num_seqs), np.int32)
+        if not take_back_step(self._words, packed, output.token_ids, output.num_tokens, outcome):
             return Update(sequences, num_appended, reasons)
         for i in np.flatnonzero(num_appended < 0).tolist():
             sequences[i] = None
@@ -245,31 +246,33 @@ class Scheduler:
             if fit.num_tokens > 0 and not self._admission.can_enter(fit):
                 self._preemption.make_way(head, self._admission.fit)
 
-    def _plan_running(self) -> int:
-        """Plan the running rows, queue the groups preempted for it; return the tokens planned."""
+    def _plan_running(self) -> list[int]:
+        """Plan the running rows, queue the groups preempted for it; return what measure_step does."""
         while True:
-            head = _NO_HEAD
+            head_tokens = head_priority = 0
             group = self._queue.head()
             is_scarce = self.num_running >= self._budget
             if group in self._preemption.preempted:  # it enters in no step that it was preempted in
                 group = None
             if group is not None and (is_scarce or self.config.policy == "priority"):
-                head = Head(self._admission.admissible_tokens(group), group.priority)
-            limits = (self._budget, head, self._preemption.costs, len(self._in_flight) > 0)
-            turns = self._turns(head) if is_scarce else _NO_TURNS
-            rows, pools, swapped = self._table.rows, self.block_manager.pools, self._swapped
-            planned, num_preempted = plan_running(rows, pools, turns, limits, swapped)
-            self._preemption.requeue(swapped[:num_preempted].tolist())
+                head_tokens, head_priority = self._admission.admissible_tokens(group), group.priority
+            if is_scarce:
+                self._order_turns(head_priority)
+            is_in_flight = len(self._in_flight) > 0
+            num_preempted, *size = plan_step(self._words, head_tokens, head_priority, is_in_flight)
+            if num_preempted:
+                self._preemption.requeue(self._state.swapped[:num_preempted].tolist())
             # All whose turn it was have been preempted: the turn goes to the others.
-            if planned or not num_preempted:
-                return planned
+            if size[0] or not num_preempted:
+                return size
 
-    def _turns(self, head: Head) -> NDArray[np.int64]:
+    def _order_turns(self, head_priority: int) -> None:
         """Order the places of `running` and, as num_running, the queue: least recently scheduled first."""
-        rows = self._table.rows
-        running = rows.running[: self.num_running]
+        rows, num_running = self._table.rows, self.num_running
+        running = rows.running[:num_running]
         last_turns = np.append(rows.at.last_scheduled[running], self._last_admission)
-        return np.lexsort((last_turns, np.append(rows.at.priority[running], head.priority)))
+        order = np.lexsort((last_turns, np.append(rows.at.priority[running], head_priority)))
+        self._state.turns[: num_running + 1] = order
 
     def _admit(self, budget: int) -> int:
         """Let waiting groups enter in order until one cannot; return the tokens planned for them."""
@@ -286,23 +289,22 @@ class Scheduler:
             self._queue.remove(group)
             left -= self._admission.enter(group, fit, left)
             self._last_admission = self._step + 1
+        rows, sampling = self._table.rows, self._table.sampling
+        if rows is not self._state.rows or sampling is not self._state.sampling:  # they have grown
+            self._state = self._state._replace(rows=rows, sampling=sampling)
+            self._words = to_words(self._state)
         return budget - left
 
-    def _pack(self) -> Batch:
+    def _pack(self, num_tokens: int, num_seqs: int, table_width: int, num_tail: int) -> Batch:
         """Pack the plan into the buffer whose turn it is and count it as in flight."""
         self._step += 1
-        rows, sampling, pools = self._table.rows, self._table.sampling, self.block_manager.pools
-        num_tokens, num_seqs, table_width, num_tail = measure(rows, sampling, pools.device, pools.moves)
-        self.counters[Counter.SWAPPED_OUT_BLOCKS] += pools.moves.num[SWAP_OUT]
-        self.counters[Counter.SWAPPED_IN_BLOCKS] += pools.moves.num[SWAP_IN]
         buffer = self._buffers[0]
         self._buffers.rotate(-1)
         bucket = bucket_for(num_tokens, num_seqs, table_width)
-        arrays = buffer.views(bucket, num_tail)
-        pack_batch(rows, sampling, pools.device, pools.moves, Packed(arrays, buffer.serials))
-        advance(rows, pools.device, self._step)
+        arrays, packed = buffer.views(bucket, num_tail)
+        pack_step(self._words, packed, self._step)
         batch = Batch(buffer.words, bucket, buffer.serials[:num_seqs], arrays=arrays)
-        self._in_flight.append(batch)
+        self._in_flight.append((batch, packed))
         return batch
 
     def check_invariants(self) -> None:

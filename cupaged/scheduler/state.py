@@ -147,7 +147,8 @@ def load_row(rows: Rows, row: int, seq: Sequence, *, salt: int) -> Rows:
         "is_beam": group.is_beam,
     }
     rows.at[row] = tuple(values.get(name, 0) for name in ROW.names or ())
-    return rows._replace(stop_token_ids=_write_ids(rows.stop_token_ids, row, group.stop_token_ids))
+    table = _write_ids(rows.stop_token_ids, row, group.stop_token_ids)
+    return rows if table is rows.stop_token_ids else rows._replace(stop_token_ids=table)
 
 
 def unload_row(rows: Rows, row: int, seq: Sequence) -> None:
@@ -178,6 +179,5 @@ def load_sampling_row(sampling: SamplingRows, row: int, seq: Sequence) -> Sampli
         "scales_logprobs": group.is_beam,
     }
     sampling.at[row] = tuple(values.get(name, 0) for name in SAMPLING.names or ())
-    return sampling._replace(
-        banned_token_ids=_write_ids(sampling.banned_token_ids, row, group.banned_token_ids)
-    )
+    table = _write_ids(sampling.banned_token_ids, row, group.banned_token_ids)
+    return sampling if table is sampling.banned_token_ids else sampling._replace(banned_token_ids=table)

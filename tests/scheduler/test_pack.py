@@ -6,8 +6,9 @@ import pytest
 from cupaged.batch import Batch, Bucket, Flag, bucket_for
 from cupaged.sampling_params import SamplingParams
 from cupaged.scheduler.counters import Counter as Event
-from cupaged.scheduler.pack import BatchBuffer, measure
+from cupaged.scheduler.pack import BatchBuffer
 from cupaged.scheduler.pools import SWAP_IN, SWAP_OUT
+from cupaged.scheduler.step import measure_step
 from tests.scheduler.groups import make_group, make_scheduler
 from tests.scheduler.harness import Harness, count, start
 
@@ -237,10 +238,9 @@ def test_history_comes_with_reset_for_rows_that_want_it() -> None:
 @pytest.mark.parametrize("way", [SWAP_OUT, SWAP_IN])
 def test_a_pair_that_is_swapped_takes_two_words_of_tail(way: int) -> None:
     scheduler = make_scheduler(num_host_blocks=8)
-    table, pools = scheduler._table, scheduler.block_manager.pools
-    pools.moves.num[way] = 3
+    scheduler.block_manager.moves.num[way] = 3
 
-    *_, num_tail = measure(table.rows, table.sampling, pools.device, pools.moves)
+    *_, num_tail = measure_step(scheduler._words)
 
     assert num_tail == 6
 
@@ -280,5 +280,5 @@ def test_views_of_a_bucket_are_cut_once() -> None:
 def test_buffer_that_grew_for_a_tail_still_holds_the_largest_bucket() -> None:
     buffer = BatchBuffer(Bucket(32, 8, 16))
 
-    assert buffer.views(Bucket(16, 8, 16), 5000).tail.size >= 5000
-    assert buffer.views(Bucket(32, 8, 16), 0).block_tables.shape == (8, 16)
+    assert buffer.views(Bucket(16, 8, 16), 5000).arrays.tail.size >= 5000
+    assert buffer.views(Bucket(32, 8, 16), 0).arrays.block_tables.shape == (8, 16)

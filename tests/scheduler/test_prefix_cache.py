@@ -7,7 +7,9 @@ import numpy as np
 import pytest
 
 from cupaged.sampling_params import SamplingParams
+from cupaged.scheduler import block_manager
 from cupaged.scheduler.counters import Counter as Event
+from cupaged.scheduler.prefix_cache import PrefixCache, create_prefix_cache
 from cupaged.sequence import SequenceGroup
 from tests.scheduler.groups import make_group, make_scheduler
 from tests.scheduler.harness import Harness, assert_all_as_expected, count, start
@@ -143,13 +145,17 @@ class TestHits:
 
 class TestHash:
     @pytest.mark.parametrize("max_in_flight", [1, 2])
-    def test_collisions_never_give_a_wrong_block(self, max_in_flight: int) -> None:
+    def test_collisions_never_give_a_wrong_block(
+        self, max_in_flight: int, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         hits = []
         for hash_bits in (64, 2, 0):  # 0: all hashes are equal
+
+            def create(*args: Any, mask: int = (1 << hash_bits) - 1, **options: Any) -> PrefixCache:
+                return create_prefix_cache(*args, **options)._replace(hash_mask=np.uint64(mask))
+
+            monkeypatch.setattr(block_manager, "create_prefix_cache", create)
             scheduler = make_scheduler(enable_prefix_caching=True, num_blocks=24, num_batches=max_in_flight)
-            manager = scheduler.block_manager
-            cache = manager.blocks.cache._replace(hash_mask=np.uint64((1 << hash_bits) - 1))
-            manager.blocks = manager.blocks._replace(cache=cache)
             harness = Harness(scheduler, max_in_flight)
             rng = np.random.default_rng(1)
             groups = []
