@@ -4,11 +4,13 @@ What it shows is final: never a part of a character, never the beginning of a st
 still complete. Put together, the pieces are what decoding the whole sequence would give.
 """
 
+from codecs import utf_8_decode
 from collections.abc import Sequence
 
 from cupaged.engine.tokenizer import REPLACEMENT, Tokenizer
 
 _PROMPT_WINDOW = 8  # tokens of the prompt that give the output its context
+_MAX_BEGUN = 3  # bytes of a character that lacks one
 _MAX_WINDOW = 16  # tokens decoded again with each new one before the window is cut short
 
 
@@ -26,7 +28,8 @@ class Detokenizer:
         min_tokens: int = 0,
     ) -> None:
         """Stop strings that end within the first `min_tokens` tokens do not count."""
-        self._stream = _TextStream(tokenizer, prompt_token_ids, skip_special_tokens)
+        stream = _ByteStream if tokenizer.joins_bytes else _TextStream
+        self._stream = stream(tokenizer, prompt_token_ids, skip_special_tokens)
         self._stop = tuple(stop)
         self._includes_stop = include_stop_str_in_output
         self._min_tokens = min_tokens
@@ -58,8 +61,8 @@ class Detokenizer:
     @property
     def text(self) -> str:
         """Return all text shown so far."""
-        self._taken = ["".join(self._taken)]
-        return self._taken[0] + "".join(self._new)
+        self._taken, self._new = ["".join(self._taken)], ["".join(self._new)]
+        return self._taken[0] + self._new[0]
 
     def take_delta(self) -> str:
         """Return the text shown since the last call."""
@@ -69,6 +72,9 @@ class Detokenizer:
         return delta
 
     def _push(self, new: str) -> None:
+        if not self._stop:
+            self._new.append(new)
+            return
         if not new:
             return
         begin = len(self._recent)
@@ -116,8 +122,42 @@ def _num_held(text: str, stop: Sequence[str]) -> int:
     return held
 
 
+class _ByteStream:
+    """Whole characters as tokens arrive that are bytes, the same ones wherever they stand."""
+
+    def __init__(self, tokenizer: Tokenizer, prompt_token_ids: Sequence[int], skips_special: bool) -> None:
+        self._bytes_of = tokenizer.joined_bytes
+        self._skipped = tokenizer.special_token_ids if skips_special else frozenset()
+        end = b""
+        for token_id in reversed(prompt_token_ids):
+            if len(end) >= _MAX_BEGUN:
+                break
+            end = self._bytes(int(token_id)) + end
+        self._begun = end[utf_8_decode(end, "replace")[1] :]  # the bytes of a character that lacks some
+        # What that is if it stays so: the prompt's own. Only if it becomes a character, this is ours.
+        self._prompts = utf_8_decode(self._begun, "replace", True)[0]
+
+    def feed(self, token_id: int) -> str:
+        """Return the text that `token_id` completes."""
+        return self._decode(self._begun + self._bytes(token_id), final=False)
+
+    def flush(self) -> str:
+        """Return what is left: U+FFFD if the tokens end inside a character."""
+        return self._decode(self._begun, final=True)
+
+    def _bytes(self, token_id: int) -> bytes:
+        return b"" if token_id in self._skipped else self._bytes_of(token_id)
+
+    def _decode(self, data: bytes, *, final: bool) -> str:
+        text, end = utf_8_decode(data, "replace", final)
+        self._begun = data[end:]
+        if text and self._prompts:
+            text, self._prompts = text.removeprefix(self._prompts), ""
+        return text
+
+
 class _TextStream:
-    """Whole characters as tokens arrive.
+    """Whole characters as tokens arrive, of any tokenizer.
 
     A token's text depends on what stands before it, so the new text is the difference between decoding a
     window of the last tokens with and without the new one. Half a character decodes to one U+FFFD at the

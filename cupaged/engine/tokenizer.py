@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from tokenizers import Tokenizer as Backend
+from tokenizers.decoders import ByteLevel
 
 from cupaged.engine.chat_template import ChatTemplate, Message
 
@@ -36,6 +37,9 @@ class Tokenizer:
         self._adds_eos: bool | None = config.get("add_eos_token")
         # Whether tokens are byte-level or bytes fall back to <0x..> is asked of the decoder, not its name.
         self._is_byte_level = self._decodes("Ġ", " ")
+        # Whether a text is its tokens' bytes, one after the other, and nothing else.
+        self.joins_bytes = isinstance(backend.decoder, ByteLevel)
+        self._joined_bytes: dict[int, bytes] = {}
         self._byte_token_ids = self._find_byte_tokens() if self._decodes("<0x41>", "A") else ()
         self._byte_of = {token_id: byte for byte, token_id in enumerate(self._byte_token_ids)}
         self._anchor = backend.encode("a", add_special_tokens=False).ids
@@ -117,6 +121,16 @@ class Tokenizer:
         if self._is_byte_level and token is not None and token_id not in self._added_token_ids:
             return bytes(_BYTE_OF_CHARACTER[character] for character in token)
         return self.token_text(token_id).encode()
+
+    def joined_bytes(self, token_id: int) -> bytes:
+        """Return what a token adds to the bytes of a text, where these are joined."""
+        found = self._joined_bytes.get(token_id)
+        if found is None:
+            token = self._backend.id_to_token(token_id) or ""
+            is_plain = _BYTE_OF_CHARACTER.keys() >= set(token)  # an added token may be any text
+            found = bytes(map(_BYTE_OF_CHARACTER.__getitem__, token)) if is_plain else token.encode()
+            self._joined_bytes[token_id] = found
+        return found
 
     def render_chat(self, messages: Sequence[Message], **options: Any) -> str:
         """Return the prompt text of a chat, see ChatTemplate.render; encode it without special tokens."""

@@ -318,6 +318,24 @@ def test_any_tokens_give_what_decoding_all_of_them_gives(data: st.DataObject, ki
         assert prompt_text + detokenizer.text == tokenizer.decode(ids, skips)
 
 
+@given(data=st.data(), skips=st.booleans())
+def test_bytes_give_the_same_text_joined_or_decoded(data: st.DataObject, skips: bool) -> None:
+    joining, decoding = load("byte_level"), load("byte_level_in_sequence")
+    partial = split_ids(joining, "aé€😀�")
+    surrogate = {joining.token_bytes(i): i for i in range(joining.vocab_size)}[b"\xed"]
+    ids = data.draw(st.lists(st.sampled_from([*partial, surrogate, 2]), max_size=30))
+    num_prompt = data.draw(st.integers(0, len(ids)))
+    texts = []
+    for tokenizer in (joining, decoding):
+        detokenizer = Detokenizer(tokenizer, ids[:num_prompt], skip_special_tokens=skips)
+        detokenizer.append(ids[num_prompt:])
+        detokenizer.finish()
+        texts.append(detokenizer.text)
+
+    assert joining.joins_bytes > decoding.joins_bytes
+    assert texts[0] == texts[1]
+
+
 @given(
     kind=st.sampled_from(sorted(KINDS)),
     text=st.text(alphabet="AB", max_size=20),

@@ -1,4 +1,4 @@
-"""Small tokenizers of the two kinds that models use, trained here on a few sentences."""
+"""Small tokenizers of the kinds that models use, trained here on a few sentences."""
 
 import json
 from functools import cache
@@ -53,7 +53,19 @@ def byte_fallback() -> Tokenizer:
     return tokenizer
 
 
-KINDS = {"byte_level": byte_level, "byte_fallback": byte_fallback}
+@cache
+def byte_level_in_sequence() -> Tokenizer:
+    """Return a byte-level BPE whose decoder may do more than join bytes, for all that one can see."""
+    tokenizer = Tokenizer.from_str(byte_level().to_str())
+    tokenizer.decoder = decoders.Sequence([decoders.ByteLevel()])
+    return tokenizer
+
+
+KINDS = {
+    "byte_level": byte_level,
+    "byte_fallback": byte_fallback,
+    "byte_level_in_sequence": byte_level_in_sequence,
+}
 
 
 def write_directory(path: Path, backend: Tokenizer, **config: Any) -> Path:
