@@ -44,6 +44,11 @@ class Detokenizer:
 
     def append(self, token_ids: Sequence[int]) -> str | None:
         """Take new tokens; return the stop string that one of them completed (the rest is dropped)."""
+        if not self._stop:
+            feed = self._stream.feed
+            self.num_tokens += len(token_ids)
+            self._new += [feed(int(token_id)) for token_id in token_ids]
+            return None
         for token_id in token_ids:
             if self.stop_string is not None:
                 break
@@ -72,9 +77,6 @@ class Detokenizer:
         return delta
 
     def _push(self, new: str) -> None:
-        if not self._stop:
-            self._new.append(new)
-            return
         if not new:
             return
         begin = len(self._recent)
@@ -139,17 +141,17 @@ class _ByteStream:
 
     def feed(self, token_id: int) -> str:
         """Return the text that `token_id` completes."""
-        return self._decode(self._begun + self._bytes(token_id), final=False)
+        return self._decode(self._begun + self._bytes(token_id))
 
     def flush(self) -> str:
         """Return what is left: U+FFFD if the tokens end inside a character."""
-        return self._decode(self._begun, final=True)
+        return self._decode(self._begun, is_all=True)
 
     def _bytes(self, token_id: int) -> bytes:
         return b"" if token_id in self._skipped else self._bytes_of(token_id)
 
-    def _decode(self, data: bytes, *, final: bool) -> str:
-        text, end = utf_8_decode(data, "replace", final)
+    def _decode(self, data: bytes, is_all: bool = False) -> str:
+        text, end = utf_8_decode(data, "replace", is_all)
         self._begun = data[end:]
         if text and self._prompts:
             text, self._prompts = text.removeprefix(self._prompts), ""

@@ -31,7 +31,7 @@ class Completion:
     def append(self, token_ids: list[int], finish_reason: FinishReason | None) -> None:
         """Take newly sampled tokens; a stop string among their text ends the sequence too."""
         self.token_ids += token_ids
-        by_token = finish_reason == FinishReason.STOP
+        by_token = finish_reason is not None and finish_reason == FinishReason.STOP
         if by_token and token_ids[-1] not in self.eos_token_ids:
             self.stop_reason = token_ids[-1]
         detokenizer = self.detokenizer
@@ -88,13 +88,17 @@ class Request:
     prompt_logprobs: list[Logprobs | None] | None
     prompt_reported: bool = False
     num_unfinished: int = field(init=False)  # sequences
+    chooses: bool = field(init=False)  # the best of its sequences
+    shows_news_only: bool = field(init=False)
     shows_end_only: bool = field(init=False)
 
     def __post_init__(self) -> None:
         """Note what every step asks for."""
         params = self.params
         self.num_unfinished = params.num_sequences
-        self.shows_end_only = params.chooses or params.output_kind == RequestOutputKind.FINAL_ONLY
+        self.chooses = params.chooses
+        self.shows_news_only = params.output_kind == RequestOutputKind.DELTA
+        self.shows_end_only = self.chooses or params.output_kind == RequestOutputKind.FINAL_ONLY
 
     @property
     def finished(self) -> bool:
@@ -147,11 +151,11 @@ class Request:
         finished = self.finished
         if self.shows_end_only and not finished:
             return None
-        delta = self.params.output_kind == RequestOutputKind.DELTA
+        delta = self.shows_news_only
         show_prompt = not (delta and self.prompt_reported)
         self.prompt_reported = True
         completions: Sequence[Completion] = self.completions
-        if self.params.chooses:
+        if self.chooses:
             by_likelihood = sorted(completions, key=lambda completion: -completion.mean_logprob)
             completions = by_likelihood[: self.params.n]
         return RequestOutput(

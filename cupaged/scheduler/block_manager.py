@@ -49,7 +49,8 @@ class BlockManager:
             cache=create_prefix_cache(num_blocks, block_size, enabled=config.enable_prefix_caching),
             counters=counters,
         )
-        self._num_listed = self.blocks.num["free"], self.blocks.num["evictable"]  # views, read in every step
+        num = self.blocks.num
+        self._num_listed = num["free"].data, num["evictable"].data  # quicker to read than arrays
         self.host_blocks = create_host_blocks(config.num_host_blocks, block_size, table_shape=table_shape)
         self.moves = create_moves(config.max_num_seqs, config.num_host_blocks)
         self.pools = Pools(self.blocks, self.host_blocks, self.moves)
@@ -58,7 +59,7 @@ class BlockManager:
     def num_free(self) -> int:
         """Return how many blocks can be taken: nobody holds them, though some may still be found."""
         free, evictable = self._num_listed
-        return int(free[0]) + int(evictable[0])
+        return int(free[0] + evictable[0])
 
     def blocks_for(self, num_tokens: int) -> int:
         """Return how many blocks `num_tokens` tokens take."""

@@ -43,6 +43,7 @@ class Views(NamedTuple):
 
     arrays: BatchArrays
     packed: Words  # of Packed
+    num_tail: int  # words
 
 
 class BatchBuffer:
@@ -59,7 +60,7 @@ class BatchBuffer:
         views = self._views.get(bucket)
         if views is None:
             views = self._views[bucket] = self._cut(bucket)
-        if num_tail > views.arrays.tail.size:
+        if num_tail > views.num_tail:
             self.words = np.zeros(buffer_size(bucket, 2 * num_tail), np.int32)
             views = self._cut(bucket)
             self._views = {bucket: views}
@@ -67,7 +68,7 @@ class BatchBuffer:
 
     def _cut(self, bucket: Bucket) -> Views:
         arrays = view(self.words, bucket)
-        return Views(arrays, to_words(Packed(arrays, self.serials)))
+        return Views(arrays, to_words(Packed(arrays, self.serials)), arrays.tail.size)
 
 
 @njit_inner

@@ -140,14 +140,14 @@ def apply_output(
     step: Packed,
     output: tuple[NDArray[np.int32], NDArray[np.int32]],
     sliding_window: int,  # tokens, 0 = all
-    outcome: NDArray[np.int32],
+    outcome: tuple[NDArray[np.int32], NDArray[np.int8]],
 ) -> bool:
-    """Append what the step sampled, output = (token_ids, num_tokens), and release the rows that end.
+    """Append what the step sampled and release the rows that end.
 
-    outcome [2, num_seqs] becomes num_appended and reasons. num_appended is -1 where the row has meanwhile
-    been given up: its result is nobody's. Return whether any was, or any ended.
+    output = (token_ids, num_tokens), outcome = (num_appended, reasons). num_appended becomes -1 where the row
+    has meanwhile been given up: its result is nobody's. Return whether any was, or any ended.
     """
-    num_appended, reasons = outcome[0], outcome[1]
+    num_appended, reasons = outcome
     blocks, size = pools.device, pools.device.block_size
     tokens, stop_token_ids = rows.tokens, rows.stop_token_ids
     packed, serials = step
@@ -155,7 +155,7 @@ def apply_output(
     sampled, num_sampled = output
     caches = blocks.cache.slots.size > 0
     ended = lost = False
-    for i in range(outcome.shape[1]):
+    for i in range(num_appended.size):
         row, written = step_rows[i], seq_lens[i]
         num_appended[i], reasons[i] = 0, NOT_FINISHED
         at = rows.at[row]

@@ -22,14 +22,15 @@ class RowTable:
         """Start with every row free."""
         self.rows = create_rows(num_rows, max_model_len)
         self.sampling = create_sampling_rows(num_rows)
-        self.by_row: NDArray[np.object_] = np.full(num_rows, None, np.object_)  # Sequence or None
+        self._num_running = self.rows.num_running.data  # quicker to read than the array
+        self.by_row: list[Sequence | None] = [None] * num_rows
         self.free = list(range(num_rows - 1, -1, -1))
         self._last_serial = NO_SERIAL
 
     @property
     def num_running(self) -> int:
         """Return how many rows run."""
-        return int(self.rows.num_running[0])
+        return self._num_running[0]
 
     def of_group(self, group: SequenceGroup) -> NDArray[np.int32]:
         """Return the rows of a group's unfinished sequences, by index."""

@@ -34,7 +34,7 @@ class Update(NamedTuple):
 
     sequences: list[Sequence | None]  # None: its row was given up meanwhile, the result is discarded
     num_tokens: NDArray[np.int32]  # how many of output.token_ids[i] were appended; 0 for a beam
-    finish_reasons: NDArray[np.int32]  # FinishReason or NOT_FINISHED
+    finish_reasons: NDArray[np.int8]  # FinishReason or NOT_FINISHED
 
 
 class Scheduler:
@@ -217,9 +217,12 @@ class Scheduler:
         """Take the oldest batch in flight back: append its tokens, end and free sequences."""
         oldest, packed = self._in_flight.popleft()
         assert oldest is batch, "batches come back in the order they went"
-        sequences: list[Sequence | None] = self._table.by_row.take(batch.rows).tolist()
-        num_appended, reasons = outcome = np.empty((2, batch.num_seqs), np.int32)
-        if not take_back_step(self._words, packed, output.token_ids, output.num_tokens, outcome):
+        by_row = self._table.by_row
+        sequences = [by_row[row] for row in batch.rows.tolist()]
+        num_appended = np.empty(batch.num_seqs, np.int32)
+        reasons = np.empty(batch.num_seqs, np.int8)
+        columns = output.token_ids, output.num_tokens, num_appended, reasons
+        if not take_back_step(self._words, packed, *columns):
             return Update(sequences, num_appended, reasons)
         for i in np.flatnonzero(num_appended < 0).tolist():
             sequences[i] = None
@@ -289,11 +292,16 @@ class Scheduler:
             self._queue.remove(group)
             left -= self._admission.enter(group, fit, left)
             self._last_admission = self._step + 1
+        if left < budget:
+            self._note_growth()
+        return budget - left
+
+    def _note_growth(self) -> None:
+        """Let the next steps have the tables that have grown for who has entered."""
         rows, sampling = self._table.rows, self._table.sampling
-        if rows is not self._state.rows or sampling is not self._state.sampling:  # they have grown
+        if rows is not self._state.rows or sampling is not self._state.sampling:
             self._state = self._state._replace(rows=rows, sampling=sampling)
             self._words = to_words(self._state)
-        return budget - left
 
     def _pack(self, num_tokens: int, num_seqs: int, table_width: int, num_tail: int) -> Batch:
         """Pack the plan into the buffer whose turn it is and count it as in flight."""
@@ -301,7 +309,7 @@ class Scheduler:
         buffer = self._buffers[0]
         self._buffers.rotate(-1)
         bucket = bucket_for(num_tokens, num_seqs, table_width)
-        arrays, packed = buffer.views(bucket, num_tail)
+        arrays, packed, _ = buffer.views(bucket, num_tail)
         pack_step(self._words, packed, self._step)
         batch = Batch(buffer.words, bucket, buffer.serials[:num_seqs], arrays=arrays)
         self._in_flight.append((batch, packed))

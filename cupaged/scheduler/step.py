@@ -90,10 +90,10 @@ def take_back_step(
     packed: Words,
     token_ids: NDArray[np.int32],
     num_tokens: NDArray[np.int32],
-    outcome: NDArray[np.int32],
+    num_appended: NDArray[np.int32],
+    reasons: NDArray[np.int8],
 ) -> bool:
-    """Append what a step sampled and release the rows that end; outcome and result as of apply_output."""
-    state = _read_state(words)
-    output = token_ids, num_tokens
-    step = _read_packed(packed)
+    """Append what a step sampled and release the rows that end; what is written and returned, see there."""
+    state, step = _read_state(words), _read_packed(packed)
+    output, outcome = (token_ids, num_tokens), (num_appended, reasons)
     return apply_output(state.rows, state.pools, step, output, state.sliding_window, outcome)
