@@ -23,7 +23,7 @@ class RowTable:
         self.rows = create_rows(num_rows, max_model_len)
         self.sampling = create_sampling_rows(num_rows)
         self._num_running = self.rows.num_running.data  # quicker to read than the array
-        self.by_row: list[Sequence | None] = [None] * num_rows
+        self.by_row: NDArray[np.object_] = np.full(num_rows, None, np.object_)  # Sequence or None
         self.free = list(range(num_rows - 1, -1, -1))
         self._last_serial = NO_SERIAL
 

@@ -217,8 +217,7 @@ class Scheduler:
         """Take the oldest batch in flight back: append its tokens, end and free sequences."""
         oldest, packed = self._in_flight.popleft()
         assert oldest is batch, "batches come back in the order they went"
-        by_row = self._table.by_row
-        sequences = [by_row[row] for row in batch.rows.tolist()]
+        sequences: list[Sequence | None] = self._table.by_row.take(batch.rows).tolist()
         num_appended = np.empty(batch.num_seqs, np.int32)
         reasons = np.empty(batch.num_seqs, np.int8)
         columns = output.token_ids, output.num_tokens, num_appended, reasons
