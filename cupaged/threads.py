@@ -158,7 +158,8 @@ def _queue_up(table: int, num_calls: int, num_threads: int) -> None:
 def _may_play(number: int) -> bool:
     """Return whether a recording is to be played next, by so many threads that this one is among them."""
     played = load(PLAYED)
-    return played < load(QUEUED) and number < load(QUEUE + 3 * (played % QUEUE_LENGTH) + 2)
+    is_ours: bool = number < load(QUEUE + 3 * (played % QUEUE_LENGTH) + 2)
+    return is_ours and played < load(QUEUED)
 
 
 @njit

@@ -7,6 +7,7 @@ import textwrap
 import threading
 import time
 import weakref
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from numba.core import types
 from numpy.typing import NDArray
 
 from cupaged import threads
-from cupaged.atomics import store, yield_core
+from cupaged.atomics import store, words, yield_core
 from cupaged.jit import njit, njit_inner, specialize
 from cupaged.kernels.parallel import parallel_for
 from cupaged.recording import MOST_AHEAD, Recording
@@ -393,9 +394,30 @@ def test_recordings_are_played_in_their_order_however_many_there_are(two_threads
 
     for i in range(len(numbers)):
         two_threads.play(recording((append, (numbers, count, i))))  # which nobody else keeps
-    two_threads.run([(append, (numbers[-1:], counts(1), -1))])  # after them
+    two_threads.wait()
 
-    assert numbers.tolist() == [*range(299), -1]
+    assert numbers.tolist() == [*range(300)]
+
+
+def test_kernels_run_after_what_is_played(two_threads: ParallelRunner) -> None:
+    played, released, begun = held()
+    seen: list[int] = []
+    two_threads.play(played)
+
+    threading.Timer(0.05, lambda: released.fill(1)).start()
+    two_threads.run([(lambda: seen.append(begun[0]), ())])
+
+    assert seen == [2]
+
+
+@pytest.mark.usefixtures("two_threads")
+def test_one_thread_has_played_when_play_returns() -> None:
+    count, numbers = counts(1), counts(9)
+    lone = ParallelRunner(1)
+
+    for i in range(9):
+        lone.play(recording((append, (numbers, count, i))))
+        assert count[0] == i + 1
 
 
 def test_arrays_of_a_recording_live_until_it_has_been_played(two_threads: ParallelRunner) -> None:
@@ -426,6 +448,8 @@ def test_a_failure_is_told_to_its_runner_once_and_nothing_behind_it_is_played(
     def fail() -> None:
         for _ in range(behind):
             two_threads.play(recording((append, (numbers, count, 2))))
+            while released[0] and words[threads.PLAYED] < words[threads.QUEUED]:
+                time.sleep(0)
         released[0] = 1
         other.play(recording((append, (numbers[20:], counts(1), 3))))
         other.wait()
@@ -440,6 +464,29 @@ def test_a_failure_is_told_to_its_runner_once_and_nothing_behind_it_is_played(
     assert numbers[: count[0]].tolist() == [1, 4]
     assert numbers[20] == (3 if behind < threads.QUEUE_LENGTH else 0)
     other.wait()
+
+
+@pytest.mark.parametrize("way", ["play", "run", "wait for all", "wait for it"])
+def test_a_failure_is_told_by_whatever_comes_next(two_threads: ParallelRunner, way: str) -> None:
+    done = counts(1)
+    two_threads.play(recording((refuse, (counts(1) + 2,))))
+    position = two_threads.position
+    two_threads.play(recording((refuse, (done,))))
+    while words[threads.PLAYED] < words[threads.QUEUED]:
+        time.sleep(0)
+    calls: dict[str, Callable[[], None]] = {
+        "play": lambda: two_threads.play(recording((refuse, (done,)))),
+        "run": lambda: two_threads.run([(refuse, (done,))]),
+        "wait for all": two_threads.wait,
+        "wait for it": lambda: two_threads.wait(position),
+    }
+
+    with pytest.raises(ValueError, match="number is above 1"):
+        calls[way]()
+    assert done[0] == 0
+    two_threads.run([(refuse, (done,))])
+
+    assert done[0] == 1
 
 
 def test_a_recording_is_played_by_as_many_threads_as_its_runner_has(two_threads: ParallelRunner) -> None:

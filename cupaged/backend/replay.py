@@ -69,7 +69,9 @@ class Replay:
             recording = Recording(self._calls, self._reads, batch.buffer)
         finally:
             self._calls = None
-        self._link(recording)
+        if self._last is not None:  # the parts take turns, whatever their shapes
+            recording.follow(self._last)
+            self._last.follow(recording)
         self._last = recording
         self._steps[key] = Step(inputs, [recording], result, before, arena.state())
         if len(self._steps) > MOST_KEPT:
@@ -82,13 +84,6 @@ class Replay:
             if recording.buffer is batch.buffer:
                 return recording
         recording = step.recordings[-1].moved(batch.buffer)
-        self._link(recording)
         step.recordings.append(recording)
         del step.recordings[:-MOST_BUFFERS]
         return recording
-
-    def _link(self, recording: Recording) -> None:
-        """Have a new recording and the last one fetch for each other: parts take turns, of any shape."""
-        if self._last is not None:
-            recording.follow(self._last)
-            self._last.follow(recording)

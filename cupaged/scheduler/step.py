@@ -41,17 +41,21 @@ def create_state(
     return State(rows, sampling, pools, budget, sliding_window, costs, turns, swapped)
 
 
-def _example() -> State:
+def example_state() -> State:
+    """Return a state of the types that all have."""
     blocks = create_host_blocks(1, 1, table_shape=(1, 1))
     pools = Pools(blocks, blocks, create_moves(1, 1))
     rows, sampling = create_rows(1, 1), create_sampling_rows(1)
     return create_state(rows, sampling, pools, budget=1, sliding_window=0, costs=Costs(0.0, 0.0))
 
 
-_read_state = reader(_example())
-_read_packed = reader(
-    Packed(view(np.empty(buffer_size(SMALLEST, 0), np.int32), SMALLEST), np.empty(1, np.int64))
-)
+def example_packed() -> Packed:
+    """Return where a step is written, likewise."""
+    return Packed(view(np.empty(buffer_size(SMALLEST, 0), np.int32), SMALLEST), np.empty(1, np.int64))
+
+
+_read_state = reader(example_state())
+_read_packed = reader(example_packed())
 
 
 @njit
