@@ -8,7 +8,7 @@ FILES = ["adjust_logits", "bits", "exact", "linear", "logprobs", "paged_attentio
 FILES += ["rope_kv_write", "rows", "simd", "linear_int8", "quantize", "ranking", "gated_mul", "packed_row"]
 TOO_MUCH = (
     "equals_dense or same_bits or dense_attention or units or bfloat16 or uniform or 1000 or 576 or shape or "
-    "wide or finite or overflow"
+    "wide or finite or overflow or threads_change"
 )
 
 
