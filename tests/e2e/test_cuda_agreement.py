@@ -18,7 +18,8 @@ from tools.make_tiny_model import CLEAR_CASES, write_clear_model
 @pytest.mark.parametrize(
     ("case", "way", "mode"),
     [
-        *((case, "recomputed", "check") for case in CLEAR_CASES),  # these launch every kernel but copy_blocks:
+        # In check, what launches every kernel but copy_blocks, and what launches that.
+        *((case, "recomputed", "check") for case in CLEAR_CASES),
         ("clear_llama", "forked", "check"),
         ("clear_mistral", "forked", "fast"),
         *((case, way, "fast") for case in ("clear_llama", "clear_mistral") for way in ("swapped", "cached")),
