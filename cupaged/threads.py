@@ -14,8 +14,8 @@ meanwhile, and is one of the team when it waits. The team's state is words that 
 import atexit
 import os
 import threading
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Iterable
+from contextlib import suppress
 from math import ceil
 from pathlib import Path
 from typing import Any
@@ -158,8 +158,10 @@ def _queue_up(table: int, num_calls: int, num_threads: int) -> None:
 def _may_play(number: int) -> bool:
     """Return whether a recording is to be played next, by so many threads that this one is among them."""
     played = load(PLAYED)
+    if played == load(QUEUED):  # looked at first: what its place holds is another's then
+        return False
     is_ours: bool = number < load(QUEUE + 3 * (played % QUEUE_LENGTH) + 2)
-    return is_ours and played < load(QUEUED)
+    return is_ours
 
 
 @njit
@@ -170,7 +172,7 @@ def _play_queue(number: int, until: int) -> None:
     """
     if not claim(PLAYING):
         return
-    limit, played = load(LIMIT), load(PLAYED)
+    played = load(PLAYED)
     while played < until and _may_play(number):
         place = QUEUE + 3 * (played % QUEUE_LENGTH)
         store(LIMIT, load(place + 2))
@@ -180,7 +182,7 @@ def _play_queue(number: int, until: int) -> None:
                 store(FAILED_CALL, failed)
                 store(FAILED, played + 1)
         played += 1
-        store(LIMIT, limit)  # before others are told
+        store(LIMIT, 1)  # before others are told
         store(PLAYED, played)
     store(PLAYING, 0)
 
@@ -234,19 +236,15 @@ def _work(number: int) -> None:
                 _wake.wait()
             _num_asleep -= 1
         _follow(number, 0)
+        with _lock:  # or an engine that is gone, with steps that nobody asked for, would keep its memory
+            if words[PLAYED] == words[QUEUED] and not words[FAILED]:
+                _queued.clear()
 
 
 def _wake_up() -> None:
     if _num_asleep:
         with _wake:
             _wake.notify_all()
-
-
-def _set_running(running: bool) -> None:
-    global _running
-    _running = running
-    if running:
-        _wake_up()
 
 
 def _hire(num_threads: int) -> None:
@@ -268,21 +266,30 @@ def _drain() -> None:
     _queued.clear()
 
 
-atexit.register(_drain)  # followers do not stop for an interpreter that goes, and its arrays with it
+def _stop() -> None:
+    """Have all that is queued played, and nothing begun from here on by other threads."""
+    _lock.acquire()
+    _drain()
+
+
+atexit.register(_stop)  # followers do not stop for an interpreter that goes, and its arrays with it
 
 
 def _forget_the_team() -> None:
-    """Begin anew in a forked process, which has none of the threads."""
+    """Begin anew in a forked process, which has none of the threads, and nothing queued."""
     global _num_followers, _num_asleep, _running, _lock, _wake
     _num_followers, _num_asleep, _running = 0, 0, False
     _lock, _wake = threading.RLock(), threading.Condition()
-    _queued.clear()
+    num_queued = words[QUEUED]  # of which engines know the numbers of theirs
     words[:] = 0
     words[LIMIT] = 1
+    words[QUEUED] = words[PLAYED] = num_queued
 
 
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_forget_the_team)
+    os.register_at_fork(
+        before=_stop, after_in_parent=lambda: _lock.release(), after_in_child=_forget_the_team
+    )
 
 
 def available_cpus(quota_file: Path = Path("/sys/fs/cgroup/cpu.max")) -> int:
@@ -303,22 +310,34 @@ class ParallelRunner:
         specialize(_queue_up, "void(i8,i8,i8)")
         limit = available_cpus()
         self.num_threads = limit if num_threads is None else min(num_threads, limit)
+        self.position = 0  # what to wait for if all that this runner has begun is to be done
         self.failed: tuple[Recording, int] | None = None  # and the call; whoever waits next is told
 
-    @property
-    def position(self) -> int:
-        """Return what to wait for if all that was begun so far is to be done."""
-        return int(words[QUEUED])
-
     def is_done(self, position: int) -> bool:
-        """Return whether what was begun before `position` is done, and nothing has failed."""
-        return bool(words[PLAYED] >= position) and not words[FAILED] and self.failed is None
+        """Return whether what this runner began before `position` is done, and nothing of it has failed."""
+        is_played = bool(words[PLAYED] >= position)  # looked at first: a failure is told before it
+        return is_played and not 0 < words[FAILED] <= position and self.failed is None
 
     def run(self, calls: Iterable[Call]) -> None:
         """Call the kernels one after the other, after all that was begun."""
-        with self._team():
-            for kernel, args in calls:
-                kernel(*args)
+        global _running
+        with _lock:
+            _drain()
+            self._raise_failure()
+            limit = words[LIMIT]
+            # Neither a context manager nor a call at the end, in which an interrupt may come too early: it
+            # must not leave threads that never sleep, nor the lock to a traceback that somebody keeps.
+            try:
+                if self.num_threads > 1 and not numba.config.DISABLE_JIT:
+                    _hire(self.num_threads)
+                    _running = True
+                    _wake_up()
+                words[LIMIT] = self.num_threads
+                for kernel, args in calls:
+                    kernel(*args)
+            finally:
+                _running = False
+                words[LIMIT] = limit
 
     def play(self, recording: Recording) -> None:
         """Begin to make the calls of a recording, after all that was begun; wait() says when they are made.
@@ -334,9 +353,10 @@ class ParallelRunner:
                 _drain()
             self._raise_failure()
             _hire(self.num_threads)
-            position = self.position + 1
+            position = int(words[QUEUED]) + 1
             _queued.pop(position - QUEUE_LENGTH, None)
             _queued[position] = self, recording
+            self.position = position
             _queue_up(recording.table.ctypes.data, len(recording.table), self.num_threads)
             if self.num_threads > 1:
                 _wake_up()
@@ -362,20 +382,3 @@ class ParallelRunner:
         (recording, failed), self.failed = self.failed, None
         self.run(recording.calls[failed : failed + 1])  # which says what is wrong
         raise RuntimeError(f"call {failed} of {len(recording.calls)} of a recording failed")
-
-    @contextmanager
-    def _team(self) -> Iterator[None]:
-        """Have the team at this thread's disposal."""
-        with _lock:
-            _drain()
-            self._raise_failure()
-            limit = words[LIMIT]
-            try:  # from here on: an interrupt must not leave threads that never sleep
-                if self.num_threads > 1 and not numba.config.DISABLE_JIT:
-                    _hire(self.num_threads)
-                    _set_running(True)
-                words[LIMIT] = self.num_threads
-                yield
-            finally:
-                words[LIMIT] = limit
-                _set_running(False)

@@ -8,8 +8,9 @@ import threading
 import time
 import weakref
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -503,6 +504,72 @@ def test_a_recording_is_played_by_as_many_threads_as_its_runner_has(two_threads:
     assert num_team_threads() == before
 
 
+@pytest.mark.parametrize("fails", [False, True])
+def test_what_one_engine_has_begun_is_done_whatever_another_one_has(
+    two_threads: ParallelRunner, fails: bool
+) -> None:
+    other, numbers = ParallelRunner(2), counts(1)
+    two_threads.play(recording((append, (numbers, counts(1), 7))))
+    two_threads.wait()
+    others, released, _ = held()
+    other.play(recording((refuse, (counts(1) + 2,))) if fails else others)
+    while fails and not words[threads.FAILED]:
+        time.sleep(0)
+
+    assert two_threads.is_done(two_threads.position)
+    assert not other.is_done(other.position)
+    released[0] = 1
+    with pytest.raises(ValueError, match="number is above 1") if fails else nullcontext():
+        other.wait()
+
+
+def test_who_has_played_leaves_the_team_to_nobody(two_threads: ParallelRunner) -> None:
+    words[threads.LIMIT] = 2  # as a thread that is about to play may find it while kernels run
+
+    two_threads.play(recording((append, (counts(1), counts(1), 7))))
+    two_threads.wait()
+
+    assert num_team_threads() == 1
+
+
+def test_what_nobody_waits_for_keeps_no_memory(two_threads: ParallelRunner) -> None:
+    numbers = counts(1)
+    kept = weakref.ref(numbers)
+    two_threads.play(recording((append, (numbers, counts(1), 7))))
+
+    del numbers
+    end = time.monotonic() + 60
+    while kept() is not None and time.monotonic() < end:
+        time.sleep(0.001)
+
+    assert kept() is None
+
+
+def test_nothing_is_begun_once_the_process_ends() -> None:
+    code = """
+    import atexit, threading, time
+    def look():  # after the team, which registers later
+        before = words[threads.QUEUED]
+        time.sleep(0.1)
+        print(*{before, words[threads.QUEUED], words[threads.PLAYED]} - {0})
+    atexit.register(look)
+    from cupaged import threads
+    from cupaged.atomics import words
+    from cupaged.jit import specialize
+    from tests.test_threads import COUNT_SIGNATURE, count, counts, recording
+    specialize(count, COUNT_SIGNATURE)
+    runner, done = threads.ParallelRunner(2), counts()
+    def play():
+        while True:
+            runner.play(recording((count, (done, 1, 16))))
+    threading.Thread(target=play, daemon=True).start()
+    while words[threads.PLAYED] < 9:
+        time.sleep(0.001)
+    """
+
+    assert len(run_python(code)) == 1
+
+
 def test_what_is_being_played_ends_before_the_process(tmp_path: Path) -> None:
     code = f"""
     import numpy as np
@@ -567,21 +634,33 @@ def test_threads_fetch_what_is_read_next_and_then_sleep() -> None:
     assert run_python(code) == ["1", "1"]
 
 
-def test_an_interrupt_before_the_first_kernel_leaves_no_thread_awake(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_interrupt_leaves_no_thread_awake_and_no_lock_held(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(threads, "available_cpus", lambda: 2)
-    runner, set_running, before = ParallelRunner(2), threads._set_running, num_team_threads()
+    runner, lock, before = ParallelRunner(2), cast(Any, threads._lock), num_team_threads()
+    left = 0
 
-    def interrupted(running: bool) -> None:
-        set_running(running)
-        if running:
+    def interrupt(_frame: Any, event: str, _arg: Any) -> None:  # where Python looks for signals
+        nonlocal left
+        left -= event == "call"
+        if left < 0:
             raise KeyboardInterrupt
 
-    monkeypatch.setattr(threads, "_set_running", interrupted)
-    with pytest.raises(KeyboardInterrupt):
-        runner.run([(count, (counts(), 1, 16))])
+    for num_calls in range(20):
+        left, error = num_calls, None
+        sys.setprofile(interrupt)
+        try:
+            runner.run([(lambda: None, ())] * 3)
+        except KeyboardInterrupt as raised:
+            error = raised  # as whoever shows it keeps it, with all its frames
+        finally:
+            sys.setprofile(None)
+        assert not threads._running
+        assert num_team_threads() == before
+        assert not lock._is_owned()
+        if error is None:
+            break
 
-    assert not threads._running
-    assert num_team_threads() == before
+    assert 4 < num_calls < 19
 
 
 def test_limit_of_the_team_is_as_before_afterwards(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -615,8 +694,11 @@ def test_a_forked_process_has_a_team_of_its_own() -> None:
     runner = ParallelRunner(2)
     runner.run([(silu_mul_cpu, (x, out))] * 50)
     recording = Recording([(silu_mul_cpu, (x, out))] * 50, [x, out] * 25)
+    out[:] = 0
     runner.play(recording)  # which may be at work when the process forks
+    position = runner.position
     child = os.fork()
+    assert runner.is_done(position) and out.all()
     for run in (runner.run, lambda _: runner.play(recording)):
         runner.wait()
         out[:] = 0
