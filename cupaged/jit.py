@@ -174,8 +174,9 @@ def specialize(function: Callable[..., Any], signature: str) -> None:
         dispatcher: Any = function
         kinds, _ = normalize_signature(signature)
         with _lock:
-            dispatcher.disable_compile(False)
-            dispatcher.compile(signature)
+            if tuple(kinds) not in dispatcher.overloads:  # else another engine may be calling it just now
+                dispatcher.disable_compile(False)
+                dispatcher.compile(signature)
             if tuple(kinds) not in dispatcher.overloads:
                 # Two processes gave one name to what they compiled for two signatures, and it was loaded.
                 dispatcher._cache.flush()

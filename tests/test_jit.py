@@ -8,7 +8,7 @@ import threading
 import time
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import llvmlite.binding
 import numba
@@ -259,6 +259,30 @@ def test_specialized_function_takes_contiguous_arrays_for_strided_ones_and_nothi
     if not numba.config.DISABLE_JIT:  # type: ignore[attr-defined]
         with pytest.raises(TypeError, match="No matching definition"):
             first(np.ones(3, np.float64))
+
+
+@pytest.mark.skipif(numba.config.DISABLE_JIT, reason="the compiler is off")  # type: ignore[attr-defined]
+def test_who_calls_a_function_while_it_is_specialized_again_compiles_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    import numpy as np
+
+    @njit
+    def function(x: Any) -> Any:
+        return x[-1]
+
+    last, disable = cast(Any, function), Dispatcher.disable_compile
+
+    def call_meanwhile(self: Any, val: bool = True) -> None:
+        disable(self, val)
+        if self is last and self.overloads:
+            assert last(np.ones(3, np.float32)) == 1
+
+    monkeypatch.setattr(Dispatcher, "disable_compile", call_meanwhile)
+    for _ in range(2):
+        specialize(last, "f4(f4[:])")
+
+    assert len(last.overloads) == 1
 
 
 def test_two_threads_may_specialize_one_function_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
