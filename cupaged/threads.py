@@ -236,9 +236,12 @@ def _work(number: int) -> None:
                 _wake.wait()
             _num_asleep -= 1
         _follow(number, 0)
-        with _lock:  # or an engine that is gone, with steps that nobody asked for, would keep its memory
+        # An engine that is gone, with steps that nobody asked for, must not keep its memory. Whoever holds the
+        # lock is at work, and not to be waited for.
+        if _lock.acquire(blocking=False):
             if words[PLAYED] == words[QUEUED] and not words[FAILED]:
                 _queued.clear()
+            _lock.release()
 
 
 def _wake_up() -> None:
