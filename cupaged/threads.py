@@ -236,8 +236,8 @@ def _work(number: int) -> None:
                 _wake.wait()
             _num_asleep -= 1
         _follow(number, 0)
-        # An engine that is gone, with steps that nobody asked for, must not keep its memory. Whoever holds the
-        # lock is at work, and not to be waited for.
+        # An engine that is gone, with steps that nobody asked for, must not keep its memory. Whoever holds
+        # the lock is at work, and not to be waited for.
         if _lock.acquire(blocking=False):
             if words[PLAYED] == words[QUEUED] and not words[FAILED]:
                 _queued.clear()

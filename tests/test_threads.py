@@ -470,9 +470,12 @@ def test_a_failure_is_told_to_its_runner_once_and_nothing_behind_it_is_played(
 @pytest.mark.parametrize("way", ["play", "run", "wait for all", "wait for it"])
 def test_a_failure_is_told_by_whatever_comes_next(two_threads: ParallelRunner, way: str) -> None:
     done = counts(1)
+    first, released, _ = held()
+    two_threads.play(first)
     two_threads.play(recording((refuse, (counts(1) + 2,))))
     position = two_threads.position
     two_threads.play(recording((refuse, (done,))))
+    released[0] = 1
     while words[threads.PLAYED] < words[threads.QUEUED]:
         time.sleep(0)
     calls: dict[str, Callable[[], None]] = {
