@@ -86,7 +86,7 @@ class BatchArrays(NamedTuple):
     logit_index: Array  # [T], positions in the step whose logits are needed, ascending
     logit_seq: Array  # [T], the sequence of each
     logit_target: Array  # [T], -1 = sample here; else the prompt token whose log-probability is wanted
-    sampled_ids: Array  # [S], what the step samples, where it does; the one part that the worker writes
+    sampled_ids: Array  # [S], what the step samples, where it does; the worker writes them
     block_tables: Array  # [S, W]
     copy: Array  # [S, 2], block ids (from, to), for copy-on-write
     banned_start: Array  # [S + 1], sequence i must not sample banned[start[i] : start[i + 1]]

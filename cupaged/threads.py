@@ -236,11 +236,19 @@ def _work(number: int) -> None:
                 _wake.wait()
             _num_asleep -= 1
         _follow(number, 0)
-        # An engine that is gone, with steps that nobody asked for, must not keep its memory. Whoever holds
-        # the lock is at work, and not to be waited for.
-        if _lock.acquire(blocking=False):
+        _let_go()
+
+
+def _let_go() -> None:
+    """Free what has been played, or an engine that is gone, with steps in flight, would keep its memory.
+
+    Whoever has the lock does so itself, and may want this thread's help with a kernel.
+    """
+    if _queued and _lock.acquire(blocking=False):
+        try:
             if words[PLAYED] == words[QUEUED] and not words[FAILED]:
                 _queued.clear()
+        finally:
             _lock.release()
 
 

@@ -225,7 +225,9 @@ class LLMEngine:
             assert num_left == 0, f"{num_left} requests wait and none of them can run"
             return []
         batch, handle = self._in_flight.popleft()
-        output = (handle or self.executor.submit(batch)).result()
+        if handle is None:
+            handle = self.executor.submit(batch)
+        output = handle.result()
         update = self.scheduler.update(batch, output)
         self.num_steps += 1
         return self._outputs(update, output)
