@@ -220,9 +220,10 @@ def _follow(number: int, until: int) -> None:
 
 _lock = threading.RLock()  # one engine's kernels at a time
 _queued: dict[int, tuple["ParallelRunner", Recording]] = {}  # whose arrays must live; guarded by _lock
-_wake = threading.Condition()
+_sleep = threading.Lock()  # an interrupt can come neither before it is held nor before it is free again
+_wake = threading.Condition(_sleep)  # whose own enter and exit are Python's: not for the leader's thread
 _running = False  # whether an engine runs kernels
-_num_asleep = 0  # followers that wait for work, or are about to; guarded by _wake
+_num_asleep = 0  # followers that wait for work, or are about to; guarded by _sleep
 _num_followers = 0  # guarded by _lock
 
 
@@ -230,7 +231,7 @@ def _work(number: int) -> None:
     """Follow while there may be work, and sleep while there is none."""
     global _num_asleep
     while True:
-        with _wake:
+        with _sleep:
             _num_asleep += 1  # before the look: who brings work later sees it
             while not (_running or words[PLAYED] < words[QUEUED]):
                 _wake.wait()
@@ -254,7 +255,7 @@ def _let_go() -> None:
 
 def _wake_up() -> None:
     if _num_asleep:
-        with _wake:
+        with _sleep:
             _wake.notify_all()
 
 
@@ -288,9 +289,10 @@ atexit.register(_stop)  # followers do not stop for an interpreter that goes, an
 
 def _forget_the_team() -> None:
     """Begin anew in a forked process, which has none of the threads, and nothing queued."""
-    global _num_followers, _num_asleep, _running, _lock, _wake
+    global _num_followers, _num_asleep, _running, _lock, _sleep, _wake
     _num_followers, _num_asleep, _running = 0, 0, False
-    _lock, _wake = threading.RLock(), threading.Condition()
+    _lock, _sleep = threading.RLock(), threading.Lock()
+    _wake = threading.Condition(_sleep)
     num_queued = words[QUEUED]  # of which engines know the numbers of theirs
     words[:] = 0
     words[LIMIT] = 1

@@ -648,8 +648,12 @@ def test_an_interrupt_leaves_no_thread_awake_and_no_lock_held(monkeypatch: pytes
         if left < 0:
             raise KeyboardInterrupt
 
+    runner.run([(lambda: None, ())])
     for num_calls in range(20):
         left, error = num_calls, None
+        end = time.monotonic() + 60
+        while threads._num_asleep < threads._num_followers and time.monotonic() < end:
+            time.sleep(0.001)  # so that they are woken
         sys.setprofile(interrupt)
         try:
             runner.run([(lambda: None, ())] * 3)
@@ -660,6 +664,8 @@ def test_an_interrupt_leaves_no_thread_awake_and_no_lock_held(monkeypatch: pytes
         assert not threads._running
         assert num_team_threads() == before
         assert not lock._is_owned()
+        assert threads._sleep.acquire(timeout=60)
+        threads._sleep.release()
         if error is None:
             break
 
