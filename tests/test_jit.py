@@ -45,7 +45,7 @@ def package(tmp_path: Path) -> Path:
 
 def run(package: Path, code: str) -> str:
     environment = os.environ | {"XDG_CACHE_HOME": str(package.parent.parent / "cache"), "PYTHONPATH": ""}
-    command = [sys.executable, "-c", f"import sys; sys.path.insert(0, {str(package.parent)!r}); {code}"]
+    command = [sys.executable, "-B", "-c", f"import sys; sys.path.insert(0, {str(package.parent)!r}); {code}"]
     result = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
     assert result.returncode == 0, result.stderr
     return result.stdout.strip()
