@@ -6,7 +6,7 @@ several pieces a thread.
 """
 
 from cupaged.jit import njit
-from cupaged.threads import num_team_threads
+from cupaged.team import num_team_threads
 
 PIECES = 8  # a thread
 

@@ -16,7 +16,7 @@ from cupaged.kernels.bits import load, store
 from cupaged.kernels.chunks import chunk_range, num_chunks
 from cupaged.kernels.linear_tile import LONG_ROWS, MOST_ROWS, NEAR, WIDTH, Places, multiply_tile
 from cupaged.kernels.parallel import parallel_for
-from cupaged.threads import claim_ahead, nth_piece, num_team_threads
+from cupaged.team import claim_ahead, nth_piece, num_team_threads
 
 DEPTH = 2048  # inputs; the part of a tile's weights, 192 KiB, stays in the second-level cache for all rows
 GRAIN = 1 << 17  # bytes of weights that are worth a thread

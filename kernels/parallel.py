@@ -1,4 +1,4 @@
-"""A loop on all threads: the body is a function of its own, and the team of cupaged.threads runs its pieces.
+"""A loop on all threads: the body is a function of its own, and the team (cupaged/team.py) runs its pieces.
 
 Numba's prange would make five functions, each of which carries the loop's body through LLVM once more; so a
 kernel compiles in a third of the time. One piece runs on the calling thread, which costs nothing.
@@ -14,7 +14,7 @@ from numba.extending import lower_builtin as _lower_builtin
 from numba.extending import type_callable
 
 from cupaged.kernels.chunks import chunk_range
-from cupaged.threads import lead
+from cupaged.team import lead
 
 cgutils: Any = _cgutils  # untyped
 lower_builtin: Any = _lower_builtin

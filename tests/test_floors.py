@@ -30,6 +30,7 @@ NUMBA = (
     "cupaged.words",
     "cupaged.recording",
     "cupaged.atomics",
+    "cupaged.team",
     "cupaged.threads",
     "cupaged.compile_ahead",
 )

@@ -221,7 +221,16 @@ print(twice(1.5), twice(3), sum(twice.stats.cache_hits.values()))
 def test_sources_of_a_module_are_all_it_imports_at_any_depth() -> None:
     names = [path.name for path in source_files(jit.ROOT / "kernels" / "sample.py", jit.ROOT)]
 
-    assert {"sample.py", "bits.py", "philox.py", "exact.py", "jit.py", "threads.py", "paths.py"} <= set(names)
+    assert {
+        "sample.py",
+        "bits.py",
+        "philox.py",
+        "exact.py",
+        "jit.py",
+        "team.py",
+        "atomics.py",
+        "paths.py",
+    } <= set(names)
     assert "linear.py" not in names
 
 

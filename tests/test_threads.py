@@ -17,12 +17,13 @@ import pytest
 from numba.core import types
 from numpy.typing import NDArray
 
-from cupaged import threads
+from cupaged import team, threads
 from cupaged.atomics import store, words, yield_core
 from cupaged.jit import njit, njit_inner, specialize
 from cupaged.kernels.parallel import parallel_for
 from cupaged.recording import MOST_AHEAD, Recording
-from cupaged.threads import ParallelRunner, available_cpus, claim_ahead, nth_piece, num_team_threads
+from cupaged.team import claim_ahead, nth_piece, num_team_threads
+from cupaged.threads import ParallelRunner, available_cpus
 
 ROOT = Path(__file__).parent.parent
 
@@ -251,7 +252,7 @@ def test_a_recording_is_played_by_a_thread_of_its_runners_share(monkeypatch: pyt
 def disturb_range(done: Any, bounds: Any) -> None:
     for i in range(*bounds):
         done[i] += 1
-        store(threads.LIMIT, 3)
+        store(team.LIMIT, 3)
         yield_core()
 
 
@@ -436,7 +437,7 @@ def test_arrays_of_a_recording_live_until_it_has_been_played(two_threads: Parall
     assert kept() is None
 
 
-@pytest.mark.parametrize("behind", [0, 1, threads.QUEUE_LENGTH - 2, threads.QUEUE_LENGTH + 5])
+@pytest.mark.parametrize("behind", [0, 1, team.QUEUE_LENGTH - 2, team.QUEUE_LENGTH + 5])
 def test_a_failure_is_told_to_its_runner_once_and_nothing_behind_it_is_played(
     two_threads: ParallelRunner, behind: int
 ) -> None:
@@ -444,12 +445,12 @@ def test_a_failure_is_told_to_its_runner_once_and_nothing_behind_it_is_played(
     first, released, _ = held()
     two_threads.play(first)
     two_threads.play(recording((append, (numbers, count, 1)), (refuse, (number,))))
-    released[0] = behind > threads.QUEUE_LENGTH
+    released[0] = behind > team.QUEUE_LENGTH
 
     def fail() -> None:
         for _ in range(behind):
             two_threads.play(recording((append, (numbers, count, 2))))
-            while released[0] and words[threads.PLAYED] < words[threads.QUEUED]:
+            while released[0] and words[team.PLAYED] < words[team.QUEUED]:
                 time.sleep(0)
         released[0] = 1
         other.play(recording((append, (numbers[20:], counts(1), 3))))
@@ -463,7 +464,7 @@ def test_a_failure_is_told_to_its_runner_once_and_nothing_behind_it_is_played(
     two_threads.wait()
 
     assert numbers[: count[0]].tolist() == [1, 4]
-    assert numbers[20] == (3 if behind < threads.QUEUE_LENGTH else 0)
+    assert numbers[20] == (3 if behind < team.QUEUE_LENGTH else 0)
     other.wait()
 
 
@@ -476,7 +477,7 @@ def test_a_failure_is_told_by_whatever_comes_next(two_threads: ParallelRunner, w
     position = two_threads.position
     two_threads.play(recording((refuse, (done,))))
     released[0] = 1
-    while words[threads.PLAYED] < words[threads.QUEUED]:
+    while words[team.PLAYED] < words[team.QUEUED]:
         time.sleep(0)
     calls: dict[str, Callable[[], None]] = {
         "play": lambda: two_threads.play(recording((refuse, (done,)))),
@@ -516,7 +517,7 @@ def test_what_one_engine_has_begun_is_done_whatever_another_one_has(
     two_threads.wait()
     others, released, _ = held()
     other.play(recording((refuse, (counts(1) + 2,))) if fails else others)
-    while fails and not words[threads.FAILED]:
+    while fails and not words[team.FAILED]:
         time.sleep(0)
 
     assert two_threads.is_done(two_threads.position)
@@ -527,7 +528,7 @@ def test_what_one_engine_has_begun_is_done_whatever_another_one_has(
 
 
 def test_who_has_played_leaves_the_team_to_nobody(two_threads: ParallelRunner) -> None:
-    words[threads.LIMIT] = 2  # as a thread that is about to play may find it while kernels run
+    words[team.LIMIT] = 2  # as a thread that is about to play may find it while kernels run
 
     two_threads.play(recording((append, (counts(1), counts(1), 7))))
     two_threads.wait()
@@ -552,11 +553,11 @@ def test_nothing_is_begun_once_the_process_ends() -> None:
     code = """
     import atexit, threading, time
     def look():  # after the team, which registers later
-        before = words[threads.QUEUED]
+        before = words[team.QUEUED]
         time.sleep(0.1)
-        print(*{before, words[threads.QUEUED], words[threads.PLAYED]} - {0})
+        print(*{before, words[team.QUEUED], words[team.PLAYED]} - {0})
     atexit.register(look)
-    from cupaged import threads
+    from cupaged import team, threads
     from cupaged.atomics import words
     from cupaged.jit import specialize
     from tests.test_threads import COUNT_SIGNATURE, count, counts, recording
@@ -566,7 +567,7 @@ def test_nothing_is_begun_once_the_process_ends() -> None:
         while True:
             runner.play(recording((count, (done, 1, 16))))
     threading.Thread(target=play, daemon=True).start()
-    while words[threads.PLAYED] < 9:
+    while words[team.PLAYED] < 9:
         time.sleep(0.001)
     """
 
@@ -609,7 +610,7 @@ def test_threads_fetch_what_is_read_next_and_then_sleep() -> None:
     code = """
     import time
     import numpy as np
-    from cupaged import threads
+    from cupaged import team, threads
     from cupaged.jit import specialize
     from cupaged.recording import MOST_AHEAD, Recording
     from cupaged.atomics import words
@@ -623,10 +624,10 @@ def test_threads_fetch_what_is_read_next_and_then_sleep() -> None:
         runner.play(recording)
         runner.wait()
         time.sleep(0.05)
-        fetched = words[threads.FETCH] - weights.ctypes.data
+        fetched = words[team.FETCH] - weights.ctypes.data
         if fetched >= MOST_AHEAD:
             break
-    print(int(MOST_AHEAD <= fetched <= MOST_AHEAD + 2 * threads.FETCHED))
+    print(int(MOST_AHEAD <= fetched <= MOST_AHEAD + 2 * team.FETCHED))
     del weights, recording
     time.sleep(0.5)
     before = time.process_time()

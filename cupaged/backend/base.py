@@ -148,7 +148,7 @@ class Backend(Protocol):
     def run_sampling(self, batch: Batch, hidden: Array, sample: Callable[[], Any]) -> Any:
         """Return sample(), which depends on the batch and what run_forward returned alone; or replay it."""
 
-    def returns_early(self, batch: Batch) -> bool:
+    def is_async(self, batch: Batch) -> bool:
         """Return whether the operations of such a step only begin when they are called."""
 
     def begin_layer(self) -> None: ...

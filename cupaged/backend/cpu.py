@@ -174,7 +174,7 @@ class CpuBackend:
             return sample()
         return self._replay.run_part("sampling", batch, sample, hidden)
 
-    def returns_early(self, batch: Batch) -> bool:
+    def is_async(self, batch: Batch) -> bool:
         """Return whether both parts of such a step are replayed, once they have been recorded."""
         return batch.is_plain_decode
 

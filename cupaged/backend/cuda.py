@@ -204,7 +204,7 @@ class CudaBackend:
         """Return sample(): a few launches, which no graph would make cheaper."""
         return sample()
 
-    def returns_early(self, batch: Batch) -> bool:  # noqa: ARG002
+    def is_async(self, batch: Batch) -> bool:  # noqa: ARG002
         """Return True: whatever a step does is begun on the device's stream."""
         return True
 

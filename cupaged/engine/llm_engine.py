@@ -243,7 +243,7 @@ class LLMEngine:
             batch = self.scheduler.schedule()
             if batch is None:
                 break
-            steps.append((batch, executor.submit(batch) if executor.returns_early(batch) else None))
+            steps.append((batch, executor.submit(batch) if executor.is_async(batch) else None))
 
     def _outputs(self, update: Update, output: StepOutput) -> list[RequestOutput]:
         """Hand the step's log-probabilities and tokens to their requests."""

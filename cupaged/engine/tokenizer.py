@@ -119,7 +119,7 @@ class Tokenizer:
             return bytes([self._byte_of[token_id]])
         token = self._backend.id_to_token(token_id)
         if self._is_byte_level and token is not None and token_id not in self._added_token_ids:
-            return bytes(_BYTE_OF_CHARACTER[character] for character in token)
+            return _bytes_of(token)
         return self.token_text(token_id).encode()
 
     def joined_bytes(self, token_id: int) -> bytes:
@@ -128,7 +128,7 @@ class Tokenizer:
         if found is None:
             token = self._backend.id_to_token(token_id) or ""
             is_plain = _BYTE_OF_CHARACTER.keys() >= set(token)  # an added token may be any text
-            found = bytes(map(_BYTE_OF_CHARACTER.__getitem__, token)) if is_plain else token.encode()
+            found = _bytes_of(token) if is_plain else token.encode()
             self._joined_bytes[token_id] = found
         return found
 
@@ -185,6 +185,11 @@ def _byte_characters() -> dict[str, int]:
 
 
 _BYTE_OF_CHARACTER = _byte_characters()
+
+
+def _bytes_of(token: str) -> bytes:
+    """Return the bytes that a byte-level token's characters stand for."""
+    return bytes(_BYTE_OF_CHARACTER[character] for character in token)
 
 
 def _content(token: Any) -> str | None:

@@ -32,7 +32,7 @@ class Executor(Protocol):
     def submit(self, batch: Batch) -> StepHandle:
         """Start a step; the batch's buffer must stay as it is until its result has been taken."""
 
-    def returns_early(self, batch: Batch) -> bool:
+    def is_async(self, batch: Batch) -> bool:
         """Return whether submit(batch) returns before the step is done, as it does at best."""
 
     def synchronize(self) -> None:
@@ -63,9 +63,9 @@ class UniprocExecutor:
         """Run or begin the step."""
         return self._open_worker().submit(batch)
 
-    def returns_early(self, batch: Batch) -> bool:
+    def is_async(self, batch: Batch) -> bool:
         """Return whether the step only begins."""
-        return self._open_worker().returns_early(batch)
+        return self._open_worker().is_async(batch)
 
     def synchronize(self) -> None:
         """Wait until all submitted steps are done."""

@@ -75,9 +75,9 @@ class Worker:
         hidden = backend.run_forward(batch, partial(self._forward, batch))
         return self._sampler.sample(hidden, batch, host)
 
-    def returns_early(self, batch: Batch) -> bool:
+    def is_async(self, batch: Batch) -> bool:
         """Return whether submit(batch) returns before the step is done."""
-        return self._backend.returns_early(batch)
+        return self._backend.is_async(batch)
 
     def synchronize(self) -> None:
         """Wait until all steps that have begun are done."""

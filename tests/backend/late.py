@@ -62,7 +62,7 @@ class LateBackend(CpuBackend):
         """Return sample(), likewise."""
         return sample()
 
-    def returns_early(self, batch: Batch) -> bool:  # noqa: ARG002
+    def is_async(self, batch: Batch) -> bool:  # noqa: ARG002
         """Return True."""
         return True
 

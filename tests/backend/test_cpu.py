@@ -262,7 +262,7 @@ def test_sampling_is_replayed_where_each_sequence_samples_any_token_and_no_more(
     step()
 
     assert len(sampled) == times
-    assert backend.returns_early(Batch(buffer, like.bucket, like.serials)) == (times == 0)
+    assert backend.is_async(Batch(buffer, like.bucket, like.serials)) == (times == 0)
 
 
 @pytest.mark.parametrize("kind", [np.float32, np.float16, ml_dtypes.bfloat16])

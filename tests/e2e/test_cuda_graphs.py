@@ -95,7 +95,7 @@ class TwinExecutor:
         self.num_replayed_with_holes += is_replayed and bool((batch.block_tables[:, 0] < 0).any())
         return Done(output)
 
-    def returns_early(self, batch: Batch) -> bool:  # noqa: ARG002
+    def is_async(self, batch: Batch) -> bool:  # noqa: ARG002
         """Return False: submit gives the output."""
         return False
 

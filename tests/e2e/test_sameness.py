@@ -15,7 +15,7 @@ from unittest.mock import patch
 import numpy as np
 import pytest
 
-from cupaged import LLM, SamplingParams, threads
+from cupaged import LLM, SamplingParams, team, threads
 from cupaged.atomics import words
 from cupaged.config import EngineConfig
 from cupaged.engine.llm_engine import LLMEngine
@@ -93,9 +93,9 @@ class Engines:
         with patch.object(threads, "available_cpus", lambda: 2):
             engine = LLMEngine(EngineConfig.create(self.directory, **self.options(num_blocks, **options)))
         assert engine.executor.max_in_flight == 2
-        num_queued = words[threads.QUEUED]
+        num_queued = words[team.QUEUED]
         yield engine
-        assert words[threads.QUEUED] - num_queued > engine.num_steps / 2
+        assert words[team.QUEUED] - num_queued > engine.num_steps / 2
         assert engine.scheduler.num_used_blocks == 0
         engine.close()
 

@@ -115,11 +115,11 @@ class ScriptedExecutor:
         """Run the step now, or leave it to result()."""
         step = _Step(self, batch)
         self.begun.append(step)
-        if not self.returns_early(batch):
+        if not self.is_async(batch):
             self.synchronize()
         return step
 
-    def returns_early(self, batch: Batch) -> bool:
+    def is_async(self, batch: Batch) -> bool:
         """Return whether the step is left to result()."""
         return batch.num_decodes == batch.num_seqs if self._late == "decodes" else self._late
 
